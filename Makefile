@@ -1,0 +1,41 @@
+# Needs python3 (3.11 or later), make and git; everything else comes into .venv.
+
+VENV := .venv
+BIN := $(VENV)/bin
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+CORES ?= all
+
+.PHONY: drafter bench test deps docs lint
+
+drafter: $(VENV)/ready
+	snakemake --cores $(CORES) drafter
+
+bench: $(VENV)/ready
+	snakemake --cores $(CORES) bench
+
+test: $(VENV)/ready-test
+	python -m pytest -q tests
+
+lint: $(VENV)/ready-test
+	ruff check workflow tests benchmarks
+	snakefmt --check Snakefile workflow/rules
+	snakemake --lint
+
+# Writes the code files that each stage imports into dvc.yaml.
+deps: $(VENV)/ready
+	PYTHONPATH=workflow python -m eagle3.code
+
+# Writes docs/params.md from the schema.
+docs: $(VENV)/ready
+	PYTHONPATH=workflow python -m eagle3.reference
+
+$(VENV)/bin/python:
+	python3 -m venv $(VENV)
+
+$(VENV)/ready: requirements.txt $(VENV)/bin/python
+	$(BIN)/python -m pip install -q -r requirements.txt
+	touch $@
+
+$(VENV)/ready-test: requirements-test.txt $(VENV)/ready
+	$(BIN)/python -m pip install -q -r requirements-test.txt
+	touch $@

@@ -1,0 +1,1 @@
+"""Library behind the stages of Eaglemake: one module owns one thing."""

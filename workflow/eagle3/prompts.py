@@ -1,0 +1,129 @@
+"""data/prompts/NAME.parquet: the prompts of a data set; written by prepare, read by generate.
+
+Columns: `id` (hash of messages and tools), `messages` and `tools` (JSON text, since Arrow would fill every object with
+every key), `prompt_ids` (int32 list: the first turn with the generation prompt), `source_row`.
+"""
+
+import heapq
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Iterable, Iterator
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import xxhash
+
+from eagle3 import conversations
+from eagle3.errors import Refusal, Reject
+from eagle3.files import canonical_json, replacing, write_json, write_jsonl
+from eagle3.render import Renderer
+
+SCHEMA = pa.schema([("id", pa.string()), ("messages", pa.string()), ("tools", pa.string()),
+                    ("prompt_ids", pa.list_(pa.int32())), ("source_row", pa.int64())])
+
+
+@dataclass(frozen=True)
+class Prompt:
+    id: str
+    messages: list[dict]
+    tools: list
+    prompt_ids: list[int]
+    source_row: int
+
+
+def rank(identifier: str) -> int:
+    """Place of a row in the order by which caps choose: a hash, so that a raised cap keeps the earlier rows."""
+    return xxhash.xxh3_64_intdigest(identifier.encode())
+
+
+def select(rows: Iterable[tuple[int, dict | Exception]], dataset, limits, renderer: Renderer):
+    """(prompts in order of rank, rejects, stats). Memory is bounded by `max_samples` rows where that is set.
+
+    `dataset` and `limits` are the sections `datasets.NAME` and `prompts` of params.yaml.
+    """
+    rejects: list[dict] = []
+    reasons: Counter = Counter()
+    seen: set[str] = set()
+    total = duplicates = 0
+    kept: list[tuple[int, int, Prompt]] = []  # a heap whose top is the row that a better one would push out
+    for number, row in rows:
+        total += 1
+        try:
+            prompt = _prompt(number, row, dataset, limits, renderer)
+        except Reject as reject:
+            reasons[reject.reason] += 1
+            rejects.append({"row": number, "reason": reject.reason, "detail": reject.detail})
+            continue
+        if prompt.id in seen:
+            duplicates += 1
+            continue
+        seen.add(prompt.id)
+        entry = (-rank(prompt.id), number, prompt)
+        if dataset.max_samples is not None and len(kept) >= dataset.max_samples:
+            heapq.heappushpop(kept, entry)
+        else:
+            heapq.heappush(kept, entry)
+    prompts = [entry[2] for entry in sorted(kept, key=lambda e: (-e[0], e[1]))]
+    stats = {"rows": total, "usable": len(seen), "kept": len(prompts), "duplicates": duplicates,
+             "rejected": sum(reasons.values()), "reasons": dict(sorted(reasons.items())),
+             "prompt_tokens": sum(len(p.prompt_ids) for p in prompts)}
+    return prompts, rejects, stats
+
+
+def _prompt(number: int, row, dataset, limits, renderer: Renderer) -> Prompt:
+    if isinstance(row, Exception):
+        raise Reject("unreadable", str(row))
+    conversation = conversations.read(row, dataset.format, dataset.columns)
+    messages = conversation.messages
+    if dataset.answers == "generate":
+        messages = conversations.open_turns(messages, dataset.max_turns)
+    elif messages[-1]["role"] != "assistant":
+        raise Reject("no_answer", "the last turn is not the assistant's")
+    if limits.special_tokens_in_text == "reject" and (special := renderer.special_in(messages)):
+        raise Reject("special_token_in_text", special)
+    first = next(i for i, m in enumerate(messages) if m["role"] == "assistant")
+    ids = renderer.prompt_ids(messages[:first], conversation.tools)
+    if len(ids) > limits.max_prompt_tokens:
+        raise Reject("prompt_too_long", f"{len(ids)} tokens")
+    identity = conversations.Conversation(messages, conversation.tools).id
+    return Prompt(identity, messages, conversation.tools, ids, number)
+
+
+def refuse_if_too_many_rejected(name: str, stats: dict, limit: float) -> None:
+    """Raises Refusal with the reasons when the share of rejected rows passes `limit`, or no prompt is left."""
+    reasons = ", ".join(f"{reason} {count}" for reason, count in stats["reasons"].items()) or "none"
+    if not stats["rows"]:
+        raise Refusal(f"data set {name} is empty: its source has no rows")
+    if not stats["kept"] or stats["rejected"] / stats["rows"] > limit:
+        raise Refusal(
+            f"data set {name}: {stats['rejected']} of {stats['rows']} rows rejected, more than prompts.max_reject_rate "
+            f"{limit} allows ({reasons}); set datasets.{name}.format or columns, or raise the limit")
+
+
+def write(path: str | Path, prompts: list[Prompt], rejects: list[dict], stats: dict) -> None:
+    """Writes the Parquet file and, beside it, NAME.rejects.jsonl and NAME.stats.json."""
+    path = Path(path)
+    table = pa.table({
+        "id": [p.id for p in prompts],
+        "messages": [canonical_json(p.messages) for p in prompts],
+        "tools": [canonical_json(p.tools) for p in prompts],
+        "prompt_ids": [p.prompt_ids for p in prompts],
+        "source_row": [p.source_row for p in prompts]}, schema=SCHEMA)
+    write_jsonl(path.with_suffix(".rejects.jsonl"), rejects)
+    write_json(path.with_suffix(".stats.json"), stats)
+    with replacing(path) as temporary:
+        parquet.write_table(table, temporary, row_group_size=4096)
+
+
+def read(path: str | Path) -> Iterator[Prompt]:
+    """The prompts in file order, a row group at a time."""
+    for batch in parquet.ParquetFile(path).iter_batches(batch_size=1024):
+        for row in batch.to_pylist():
+            yield Prompt(row["id"], json.loads(row["messages"]), json.loads(row["tools"]), row["prompt_ids"],
+                         row["source_row"])
+
+
+def count(path: str | Path) -> int:
+    return parquet.ParquetFile(path).metadata.num_rows

@@ -1,0 +1,96 @@
+"""The one place where messages become token ids: the target's chat template, the same for every stage."""
+
+from datetime import date
+from typing import Any
+
+from eagle3.errors import Refusal, Reject
+from eagle3.target import Target
+
+TOOLS_SENTENCE = "You can call these tools; answer with a JSON object of name and arguments to call one:\n"
+
+
+class Renderer:
+    """Renders conversations of one target. Ids are plain lists of int."""
+
+    def __init__(self, target: Target):
+        self.tokenizer = target.tokenizer
+        self.kwargs = target.info["chat_template_kwargs"]
+        day = date.fromisoformat(target.info["template_date"])
+        # Templates that print today's date would give other ids tomorrow; these two arguments are how they ask for it.
+        self.clock = {"strftime_now": day.strftime, "date_string": day.strftime("%d %b %Y")}
+        if not self.tokenizer.chat_template:
+            raise Refusal(f"the tokenizer at {target.path} has no chat template; add chat_template.jinja to that folder")
+        self.specials = sorted({t for t in self.tokenizer.all_special_tokens} |
+                               {t.content for t in self.tokenizer.added_tokens_decoder.values() if t.special})
+        self.uses_tools = self._uses_tools()
+
+    def prompt_ids(self, messages: list[dict], tools: list | None = None) -> list[int]:
+        """Ids of the conversation so far, with the generation prompt: what the target is asked to continue."""
+        return self._ids(messages, tools, generation_prompt=True)
+
+    def full_ids(self, messages: list[dict], tools: list | None = None) -> list[int]:
+        """Ids of the whole conversation, which ends with an assistant turn."""
+        return self._ids(messages, tools, generation_prompt=False)
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids without special tokens."""
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def special_in(self, messages: list[dict]) -> str | None:
+        """A special string of the tokenizer that stands in some message's text, if any: it would become a control
+        token, and text could open or close turns."""
+        for message in messages:
+            for special in self.specials:
+                if special in (message.get("content") or ""):
+                    return special
+        return None
+
+    def _ids(self, messages, tools, generation_prompt) -> list[int]:
+        text = self._text(messages, tools, generation_prompt)
+        # The template writes BOS itself, so nothing is added here.
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not (isinstance(ids, list) and all(isinstance(i, int) for i in ids)):
+            raise Refusal(f"the tokenizer returned {type(ids).__name__} instead of a flat list of ids")
+        bos = self.tokenizer.bos_token_id
+        if len(ids) > 1 and ids[0] == ids[1] == bos:
+            raise Refusal(f"the chat template writes the token {self.tokenizer.bos_token} twice at the start")
+        return ids
+
+    def _text(self, messages, tools, generation_prompt) -> str:
+        if tools and not self.uses_tools:
+            messages, tools = with_tools_in_system(messages, tools), None
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, tools=tools or None, tokenize=False, add_generation_prompt=generation_prompt,
+                **self.clock, **self.kwargs)
+        except Exception as error:  # templates raise whatever their authors chose
+            raise Reject("template_error", str(error)) from None
+
+    def _uses_tools(self) -> bool:
+        """Whether the template prints the tools it is given. Many small models' templates silently drop them."""
+        self.uses_tools = True
+        probe = [{"type": "function", "function": {"name": "probe_tool", "description": "d", "parameters": {}}}]
+        message = [{"role": "user", "content": "hi"}]
+        try:
+            return "probe_tool" in self._text(message, probe, True)
+        except Reject:
+            return False
+
+
+def with_tools_in_system(messages: list[dict], tools: list) -> list[dict]:
+    """The same conversation with the tools as JSON in the system message."""
+    from eagle3.files import canonical_json
+
+    text = TOOLS_SENTENCE + "\n".join(canonical_json(tool) for tool in tools)
+    if messages and messages[0]["role"] == "system":
+        return [{**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]
+
+
+def probe(renderer: Renderer) -> dict[str, Any]:
+    """Whether prompts of later turns extend earlier ones, checked on a two-turn conversation; for the stats files."""
+    turns: list[dict] = []
+    for text in ("one", "two"):
+        turns += [{"role": "user", "content": text}, {"role": "assistant", "content": f"answer {text}"}]
+    first = renderer.full_ids(turns[:2])
+    return {"history_is_kept": renderer.full_ids(turns)[:len(first)] == first, "uses_tools": renderer.uses_tools}

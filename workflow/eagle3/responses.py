@@ -1,0 +1,66 @@
+"""data/responses/NAME/: the answers of a data set; written by generate, read by tokenize.
+
+`raw_responses.jsonl`: one row per prompt in prompt order, {"id", "turns": [{"key", "prompt_ids", "output_ids", "text",
+"finish_reason", "usage"}]}. `errors.jsonl`: the prompts without an answer, {"id", "turn", "reason", "detail", "tries"}.
+`fingerprint.json`: what made the answers. Rows of both files together are the prompts, always.
+"""
+
+import json
+import shutil
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Iterator
+
+from eagle3.errors import Refusal
+from eagle3.files import read_json, read_jsonl, replacing, write_json
+
+ROWS, ERRORS, FINGERPRINT = "raw_responses.jsonl", "errors.jsonl", "fingerprint.json"
+
+
+class Writer:
+    def __init__(self, folder: Path):
+        self.rows = open(folder / ROWS, "w", encoding="utf-8")
+        self.errors = open(folder / ERRORS, "w", encoding="utf-8")
+        self.causes: Counter = Counter()
+        self.answered, self.failed, self.truncated, self.tokens = 0, 0, 0, 0
+
+    def answer(self, identifier: str, turns: list[dict]) -> None:
+        self.rows.write(json.dumps({"id": identifier, "turns": turns}, ensure_ascii=False) + "\n")
+        self.answered += 1
+        self.truncated += turns[-1]["finish_reason"] == "length"
+        self.tokens += sum(len(turn["output_ids"]) for turn in turns)
+
+    def error(self, row: dict) -> None:
+        self.errors.write(json.dumps(row, ensure_ascii=False) + "\n")
+        self.failed += 1
+        self.causes[row["reason"]] += 1
+
+    def reasons(self) -> str:
+        """The errors by reason, most frequent first."""
+        return ", ".join(f"{reason} {count}" for reason, count in self.causes.most_common())
+
+
+@contextmanager
+def writing(folder: str | Path, fingerprint: dict) -> Iterator[Writer]:
+    """Writes the whole folder under a temporary name and puts it in place at the end."""
+    with replacing(folder) as temporary:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        writer = Writer(temporary)
+        yield writer
+        writer.rows.close()
+        writer.errors.close()
+        write_json(temporary / FINGERPRINT, fingerprint)
+
+
+def read(folder: str | Path) -> Iterator[dict]:
+    """Rows in prompt order. Raises Refusal for a row without turns."""
+    for row in read_jsonl(Path(folder) / ROWS):
+        if not row.get("turns"):
+            raise Refusal(f"{folder}/{ROWS}: row {row.get('id')} has no turns; run `dvc repro -f` for its stage")
+        yield row
+
+
+def fingerprint(folder: str | Path) -> dict:
+    return read_json(Path(folder) / FINGERPRINT)

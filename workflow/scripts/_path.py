@@ -1,0 +1,11 @@
+"""Imported first by every script: replaces the scripts' folder on the search path by the library's parent.
+
+So the library beside the scripts is found wherever the project was copied to (`dvc exp run --temp`), and the script
+named tokenize does not stand in the way of Python's own module of that name.
+"""
+
+import os
+import sys
+
+if os.path.basename(sys.path[0]) == "scripts":
+    sys.path[0] = os.path.dirname(os.path.abspath(sys.path[0]))

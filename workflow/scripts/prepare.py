@@ -1,0 +1,31 @@
+"""prepare: turns the rows of a data set into prompts with ids."""
+
+import _path  # noqa: F401, I001  (first: see there)
+import argparse
+from pathlib import Path
+
+from eagle3 import prompts, sources
+from eagle3.render import Renderer, probe
+from eagle3.stage import main, running
+from eagle3.target import Target
+
+
+def build(arguments: argparse.Namespace) -> None:
+    name = arguments.dataset
+    with running(f"prepare@{name}", arguments.params, [arguments.target]) as stage:
+        dataset, limits = stage.params.datasets[name], stage.params.prompts
+        renderer = Renderer(Target(arguments.target))
+        kept, rejects, stats = prompts.select(sources.rows(dataset.source), dataset, limits, renderer)
+        prompts.refuse_if_too_many_rejected(name, stats, limits.max_reject_rate)
+        prompts.write(arguments.out, kept, rejects, {**stats, "template": probe(renderer)})
+        reasons = ", ".join(f"{reason} {count}" for reason, count in stats["reasons"].items())
+        stage.say(f"{stats['kept']} of {stats['usable']} usable prompts kept, {stats['rows']} rows read, "
+                  f"{stats['duplicates']} duplicates, {stats['rejected']} rejected{f' ({reasons})' if reasons else ''}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("dataset", help="name of a data set in params.yaml")
+    parser.add_argument("--target", type=Path, default=Path("data/target"))
+    parser.add_argument("--out", type=Path, required=True)
+    main(parser, build)
