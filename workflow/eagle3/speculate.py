@@ -105,7 +105,8 @@ class Decoder:
             tokens = [*drafted[:accepted], following[accepted]]
             aux = aux[: accepted + 1]
             attend.keep(length)
-            cache.crop(length + accepted + 1)
+            if accepted < steps:
+                cache.crop(accepted - steps)  # forgets the rejected ones
             length += accepted + 1
             token = self._take(answer, tokens, max_new_tokens)
             answer.accepted.append(accepted)
