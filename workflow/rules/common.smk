@@ -28,6 +28,14 @@ def stage_code(stage):
     return code_files(stage)
 
 
+def half_the_cores(wildcards):
+    """Two jobs of this kind at a time: while one starts up on a single core, the other computes.
+
+    The embedded engine's numbers do not depend on it; Snakemake hands the count to PyTorch as OMP_NUM_THREADS.
+    """
+    return max(1, (workflow.cores or 2) // 2)
+
+
 def gate(stage):
     """Shell text that brings a stage up to date through DVC, and keeps what it says."""
     return f"{BRIDGE.gate} {stage} 2>&1 | tee {{log}}"

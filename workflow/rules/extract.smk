@@ -11,7 +11,7 @@ rule extract:
         manifest="data/hidden_states/{dataset}/manifest.json",
     log:
         "logs/extract/{dataset}.log",
-    threads: workflow.cores
+    threads: half_the_cores
     resources:
         mem_mb=4000,
     message:

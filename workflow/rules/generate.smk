@@ -13,7 +13,7 @@ rule generate:
         fingerprint="data/responses/{dataset}/fingerprint.json",
     log:
         "logs/generate/{dataset}.log",
-    threads: workflow.cores
+    threads: half_the_cores
     resources:
         mem_mb=4000,
     message:
