@@ -12,6 +12,7 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 
 
 RUNTIME_SECTIONS = ("server", "runtime")
+FILL_IN = "FILL-IN"  # what recipes write where only the user knows the value
 
 
 class Section(BaseModel):
@@ -35,6 +36,9 @@ class Source(Section):
 
     @model_validator(mode="after")
     def _exactly_one(self):
+        if blank := [key for key in ("path", "revision") if getattr(self, key) == FILL_IN]:
+            raise ValueError(f"{' and '.join(blank)} of {self.hub or 'this source'} is still {FILL_IN}; write the real value "
+                             f"there{self._where_to_look() if blank == ['revision'] else ''}")
         given = [key for key in ("package", "path", "hub") if getattr(self, key)]
         if len(given) != 1:
             raise ValueError(f"needs exactly one of package, path and hub, not {', '.join(given) or 'none'}")
@@ -43,9 +47,13 @@ class Source(Section):
         if self.hub and not (self.revision and len(self.revision) == 40 and set(self.revision) <= set("0123456789abcdef")):
             raise ValueError(
                 f"hub {self.hub} needs revision: a commit of 40 hex digits, not {self.revision!r} (a branch moves, "
-                f"and a build must be reproducible); `git ls-remote https://huggingface.co/datasets/{self.hub}` lists them"
+                f"and a build must be reproducible){self._where_to_look()}"
             )
         return self
+
+    def _where_to_look(self) -> str:
+        return (f"; `git ls-remote https://huggingface.co/datasets/{self.hub} HEAD` prints it (for a model without "
+                "`datasets/`)")
 
 
 class Target(Section):
@@ -80,7 +88,7 @@ class Dataset(Section):
     answers: Literal["generate", "on_policy"] = Field(
         description="generate: the target answers the prompts. on_policy: the target's family already did.")
     source: Source = Field(description="Where the rows are.")
-    format: Literal["auto", "messages", "sharegpt", "instruction", "qa", "prompt"] = Field(
+    format: Literal["auto", "messages", "sharegpt", "instruction", "qa", "prompt", "glaive"] = Field(
         "auto", description="Shape of a row; auto decides by the columns, or by `columns` below.")
     columns: dict[Literal["messages", "tools", "system", "prompt", "input", "answer"], str] = Field(
         {}, description="Which column holds what, for rows of any other shape.")
@@ -213,6 +221,8 @@ class Runtime(Section):
     checkpoint_every: int = Field(200, ge=1, description="Updates between checkpoints of training.")
     keep_checkpoints: int = Field(2, ge=1, description="Checkpoints that are kept.")
     reserve_bytes: int = Field(2**30, ge=0, description="Disk space that must stay free.")
+    push: list[Literal["target", "prepare", "generate", "tokenize", "vocab", "extract", "train", "bench"]] = Field(
+        ["generate", "train"], description="Stages whose artifacts `make push` sends to the DVC remote.")
 
 
 class Params(Section):
@@ -241,6 +251,12 @@ class Params(Section):
         layers = self.hidden_states.layers
         if layers is not None and (len(layers) != 3 or sorted(set(layers)) != layers):
             raise ValueError(f"hidden_states.layers is {layers}; EAGLE-3 takes three rising layer numbers")
+        low, high = self.records.min_supervised_share, self.records.max_supervised_share
+        if low > high:
+            raise ValueError(f"records.min_supervised_share {low} is more than records.max_supervised_share {high}")
+        heads, kv = self.train.architecture.num_attention_heads, self.train.architecture.num_key_value_heads
+        if heads and kv and heads % kv:
+            raise ValueError(f"train.architecture.num_attention_heads {heads} is no multiple of num_key_value_heads {kv}")
         return self
 
 
