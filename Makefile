@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 CORES ?= all
 
-.PHONY: drafter bench test deps docs lint
+.PHONY: drafter bench test test-recipe deps docs lint
 
 drafter: $(VENV)/ready
 	snakemake --cores $(CORES) drafter
@@ -15,6 +15,10 @@ bench: $(VENV)/ready
 
 test: $(VENV)/ready-test
 	python -m pytest -q tests
+
+# The whole Kimi recipe on a tiny model of its architecture; minutes.
+test-recipe: $(VENV)/ready-test
+	EAGLEMAKE_RECIPE=1 python -m pytest -q tests/test_kimi_recipe.py
 
 lint: $(VENV)/ready-test
 	ruff check workflow tests benchmarks

@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from eagle3 import glaive
 from eagle3.errors import Reject
 from eagle3.files import digest_of
 
@@ -61,6 +62,8 @@ def detect(row: dict) -> str:
         return "qa"
     if "prompt" in row:
         return "prompt"
+    if "chat" in row:
+        return "glaive"
     raise Reject("unknown_shape", "columns " + ", ".join(sorted(map(str, row))[:8]))
 
 
@@ -98,6 +101,10 @@ def _prompt(row):
     return _single(row.get("system"), prompt, row.get("response", row.get("completion"))), row.get("tools")
 
 
+def _glaive(row):
+    return glaive.conversation(row.get("system"), row.get("chat"))
+
+
 def _by_columns(row, columns):
     missing = [name for key, name in columns.items() if name not in row and key in ("messages", "prompt")]
     if missing:
@@ -113,7 +120,8 @@ def _by_columns(row, columns):
     return _single(value.get("system"), prompt, value.get("answer")), value.get("tools")
 
 
-SHAPES = {"messages": _messages, "sharegpt": _sharegpt, "instruction": _instruction, "qa": _qa, "prompt": _prompt}
+SHAPES = {"messages": _messages, "sharegpt": _sharegpt, "instruction": _instruction, "qa": _qa, "prompt": _prompt,
+          "glaive": _glaive}
 
 
 def _single(system, prompt, answer) -> list[dict]:
@@ -164,9 +172,12 @@ def _checked(messages: list) -> list[dict]:
             raise Reject("unknown_role", str(name))
         content = _text(message.get("content", message.get("value")))
         kept = {key: message[key] for key in KEPT_FIELDS if message.get(key)}
+        if isinstance(call := message.get("function_call"), dict) and not kept.get("tool_calls"):
+            kept["tool_calls"] = [{"type": "function", "function": call}]  # the older spelling, one call at most
         if not content.strip() and not kept.get("tool_calls"):
             raise Reject("empty_message", role)
         clean.append({"role": role, "content": content, **kept})
+    _number_calls(clean)
     turns = [m["role"] for m in clean if m["role"] != "system"]
     if any(m["role"] == "system" for m in clean[1:]):
         raise Reject("system_not_first")
@@ -180,6 +191,25 @@ def _checked(messages: list) -> list[dict]:
         if after == "tool" and before not in ("assistant", "tool"):
             raise Reject("roles_do_not_alternate", f"{after} follows {before}")
     return clean
+
+
+def _number_calls(messages: list[dict]) -> None:
+    """Gives calls without an id one, and tool messages the id of the call that they answer, in order.
+
+    Kimi's template prints both, and its ids are functions.NAME:INDEX, counted over the conversation.
+    """
+    waiting: list[str] = []
+    count = 0
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            if not isinstance(calls, list) or not all(isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls):
+                raise Reject("bad_tool_call", str(calls)[:80])
+            message["tool_calls"] = calls = [{"id": f"functions.{call['function'].get('name')}:{count + i}", **call}
+                                             for i, call in enumerate(calls)]
+            waiting, count = [call["id"] for call in calls], count + len(calls)
+        elif message["role"] == "tool" and waiting:
+            identifier = waiting.pop(0)
+            message.setdefault("tool_call_id", identifier)
 
 
 def _text(content: Any) -> str:

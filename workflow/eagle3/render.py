@@ -6,6 +6,7 @@ from typing import Any
 from eagle3.errors import Refusal, Reject
 from eagle3.target import Target
 
+THINK, END_THINK = "<think>", "</think>"
 TOOLS_SENTENCE = "You can call these tools; answer with a JSON object of name and arguments to call one:\n"
 
 
@@ -22,6 +23,8 @@ class Renderer:
             raise Refusal(f"the tokenizer at {target.path} has no chat template; add chat_template.jinja to that folder")
         self.specials = sorted({t for t in self.tokenizer.all_special_tokens} |
                                {t.content for t in self.tokenizer.added_tokens_decoder.values() if t.special})
+        template = self.tokenizer.chat_template
+        self.splits_reasoning = "reasoning_content" in (template if isinstance(template, str) else str(template))
         self.uses_tools = self._uses_tools()
 
     def prompt_ids(self, messages: list[dict], tools: list | None = None) -> list[int]:
@@ -59,6 +62,8 @@ class Renderer:
     def _text(self, messages, tools, generation_prompt) -> str:
         if tools and not self.uses_tools:
             messages, tools = with_tools_in_system(messages, tools), None
+        if self.splits_reasoning:
+            messages = [with_reasoning_apart(message) for message in messages]
         try:
             return self.tokenizer.apply_chat_template(
                 messages, tools=tools or None, tokenize=False, add_generation_prompt=generation_prompt,
@@ -75,6 +80,19 @@ class Renderer:
             return "probe_tool" in self._text(message, probe, True)
         except Reject:
             return False
+
+
+def with_reasoning_apart(message: dict) -> dict:
+    """An answer as templates of reasoning models want it: what stands before </think> in its own field.
+
+    Served text has it in one piece, often without the opening tag, which was part of the prompt; left in the content it
+    would come out as a second, empty thought followed by the first one as plain text.
+    """
+    content = message.get("content") or ""
+    if message["role"] != "assistant" or END_THINK not in content or message.get("reasoning_content"):
+        return message
+    thought, _, answer = content.partition(END_THINK)
+    return {**message, "reasoning_content": thought.partition(THINK)[2] if THINK in thought else thought, "content": answer}
 
 
 def with_tools_in_system(messages: list[dict], tools: list) -> list[dict]:

@@ -74,10 +74,14 @@ class Target:
     def load_model(self, dtype: str | None = None):
         """The whole model through transformers, on the GPU if there is one, in evaluation mode."""
         import torch
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
         dtype = dtype or self.info["dtype"]
-        model = AutoModelForCausalLM.from_pretrained(
+        kind = read_json(self.path / "config.json").get("model_type")
+        multimodal = kind in CONFIG_MAPPING_NAMES and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        model = (AutoModelForImageTextToText if multimodal else AutoModelForCausalLM).from_pretrained(
             self.path, dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             trust_remote_code=self.info["trust_remote_code"])
         return model.to("cuda" if torch.cuda.is_available() else "cpu").eval().requires_grad_(False)
