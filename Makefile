@@ -5,13 +5,17 @@ BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 CORES ?= all
 
-.PHONY: drafter bench test test-recipe deps docs lint
+.PHONY: drafter bench plan test test-recipe deps docs lint
 
 drafter: $(VENV)/ready
 	snakemake --cores $(CORES) drafter
 
 bench: $(VENV)/ready
 	snakemake --cores $(CORES) bench
+
+# Rows, tokens, bytes and hours of the build in params.yaml, before anything runs. make plan ARGS=--json
+plan: $(VENV)/ready
+	@python workflow/scripts/plan.py $(ARGS)
 
 test: $(VENV)/ready-test
 	python -m pytest -q tests

@@ -20,7 +20,7 @@ TEMPLATE = """
 {%- macro calls(m) -%}
 {%- if m.get('tool_calls') -%}<|tool_calls_section_begin|>
 {%- for c in m.tool_calls -%}<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>
-{{- c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}<|tool_call_end|>{%- endfor -%}
+{%- set a = c.function.arguments -%}{{ a if a is string else a | tojson }}<|tool_call_end|>{%- endfor -%}
 <|tool_calls_section_end|>{%- endif -%}
 {%- endmacro -%}
 {%- set last = namespace(answer=-1) -%}
@@ -208,8 +208,8 @@ SETS = {
         ({**wildchat(909), "conversation": [{"role": "user", "content": ""}, {"role": "assistant", "content": "a"}]},
          "empty_message")]),
     "B6_ultrachat": (ultrachat, "jsonl", [
-        ({"prompt": "p", "prompt_id": "x", "messages": [{"role": "user", "content": "911 a"}, {"role": "user", "content": "b"}]},
-         "roles_do_not_alternate")]),
+        ({"prompt": "p", "prompt_id": "x", "messages": [{"role": "user", "content": "911 a"},
+                                                        {"role": "user", "content": "b"}]}, "roles_do_not_alternate")]),
     "B7_tulu3_if": (tulu, "parquet", [({**tulu(912), "messages": [], "prompt": ""}, "empty")]),
     "B8_swe_smith": (swe_smith, "parquet", [
         ({**swe_smith(913), "messages": json.dumps([

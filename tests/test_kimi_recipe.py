@@ -7,10 +7,9 @@ import json
 import os
 from pathlib import Path
 
+import kimi
 import pytest
 import tiny
-
-import kimi
 from eagle3.params import read_yaml
 
 pytestmark = pytest.mark.skipif("EAGLEMAKE_RECIPE" not in os.environ, reason="slow; make test-recipe runs it")

@@ -6,10 +6,8 @@
 import json
 from pathlib import Path
 
-import pytest
-import yaml
-
 import kimi
+import pytest
 from eagle3 import conversations, params, prompts, shards, sources
 from eagle3.errors import Refusal
 from eagle3.layers import IF_FIRST_IS_ONE, captured_layers, config_ids, convention_of
@@ -73,7 +71,8 @@ def kimi_target(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("kimi")
     model = kimi.make_model(folder / "model")
-    section = Target(source=Source(path=str(model)), dtype="float32", context_length=1024, chat_template_kwargs={"thinking": True})
+    section = Target(source=Source(path=str(model)), dtype="float32", context_length=1024,
+                     chat_template_kwargs={"thinking": True})
     (folder / "target").mkdir()
     (folder / "target/target.json").write_text(json.dumps(describe(model, section, outside=True)))
     return Folder(folder / "target")
@@ -112,7 +111,7 @@ def test_toucan_calls_and_tools_arrive():
 def test_glaive_text_becomes_messages_calls_and_functions():
     found = read("B1_glaive")
     assert [m["role"] for m in found.messages] == ["system", "user", "assistant", "tool", "assistant"]
-    assert found.messages[0]["content"] == "You are a helpful assistant with access to the following functions. Use them if required"
+    assert found.messages[0]["content"].endswith("following functions. Use them if required")
     call = found.messages[2]["tool_calls"][0]["function"]
     assert call["name"] == "bird_count" and json.loads(call["arguments"]).keys() == {"place"}
     assert found.tools == [{"type": "function", "function": kimi.TOOL}]
@@ -129,7 +128,8 @@ def test_the_template_is_rendered_as_kimi_does(kimi_target):
     renderer = Renderer(kimi_target)
     found = read("A1_kimi_k2_trajectories")
     text = renderer.tokenizer.decode(renderer.prompt_ids(found.messages[:4], found.tools))
-    assert text.startswith("<|im_system|>tool_declare<|im_middle|>[{") and text.endswith("<|im_assistant|>assistant<|im_middle|><think>")
+    assert text.startswith("<|im_system|>tool_declare<|im_middle|>[{")
+    assert text.endswith("<|im_assistant|>assistant<|im_middle|><think>")
     assert "<think></think><|tool_calls_section_begin|><|tool_call_begin|>functions.bird_count:0" in text
     assert "## Return of functions.bird_count:0\n{" in text
 

@@ -3,10 +3,9 @@
 from pathlib import Path
 
 import yaml
-from pydantic import BaseModel
-
 from eagle3 import reference
 from eagle3.schema import Params
+from pydantic import BaseModel
 
 ROOT = Path(__file__).resolve().parents[1]
 

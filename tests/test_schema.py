@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-
 from eagle3 import params
 from eagle3.errors import Refusal
 

@@ -202,7 +202,8 @@ def _number_calls(messages: list[dict]) -> None:
     count = 0
     for message in messages:
         if calls := message.get("tool_calls"):
-            if not isinstance(calls, list) or not all(isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls):
+            if not (isinstance(calls, list) and all(isinstance(c, dict) and isinstance(c.get("function"), dict)
+                                                    for c in calls)):
                 raise Reject("bad_tool_call", str(calls)[:80])
             message["tool_calls"] = calls = [{"id": f"functions.{call['function'].get('name')}:{count + i}", **call}
                                              for i, call in enumerate(calls)]
