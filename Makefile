@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 CORES ?= all
 
-.PHONY: drafter bench plan test test-recipe deps docs lint
+.PHONY: drafter bench plan trace push test test-recipe test-slurm deps docs lint
 
 drafter: $(VENV)/ready
 	snakemake --cores $(CORES) drafter
@@ -17,12 +17,25 @@ bench: $(VENV)/ready
 plan: $(VENV)/ready
 	@python workflow/scripts/plan.py $(ARGS)
 
+# What a drafter was made from, and what of it is missing here. make trace DRAFTER=some/folder
+DRAFTER ?= data/drafter
+trace: $(VENV)/ready
+	@python workflow/scripts/trace.py $(DRAFTER) $(ARGS)
+
+# Sends the artifacts of the stages in runtime.push (answers and drafter, not states) to the DVC remote.
+push: $(VENV)/ready
+	python workflow/scripts/push.py $(ARGS)
+
 test: $(VENV)/ready-test
 	python -m pytest -q tests
 
 # The whole Kimi recipe on a tiny model of its architecture; minutes.
 test-recipe: $(VENV)/ready-test
 	EAGLEMAKE_RECIPE=1 python -m pytest -q tests/test_kimi_recipe.py
+
+# The slurm profile against a SLURM of this machine's own; needs root and Debian's slurmctld, slurmd, slurm-client, munge.
+test-slurm: $(VENV)/ready-test
+	EAGLEMAKE_SLURM=1 python -m pytest -q tests/test_slurm.py
 
 lint: $(VENV)/ready-test
 	ruff check workflow tests benchmarks

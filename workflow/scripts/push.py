@@ -1,0 +1,39 @@
+"""push: sends the artifacts of the stages in runtime.push to the DVC remote, and checks that all of them arrived."""
+
+import _path  # noqa: F401, I001  (first: see there)
+import argparse
+import subprocess
+import sys
+
+from eagle3 import params as parameters
+from eagle3.bridge import Bridge
+from eagle3.errors import Refusal
+
+
+def targets(stages: list[str], wanted: list[str]) -> list[str]:
+    """DVC targets for the stage names in `wanted`: 'generate' -> every 'generate@…'."""
+    return [stage for stage in stages if stage.partition("@")[0] in wanted]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--params", default="params.yaml", help="parameter file (default: params.yaml)")
+    parser.add_argument("--remote", help="name of the remote (default: DVC's)")
+    arguments = parser.parse_args()
+    try:
+        names = targets(Bridge().stages(), parameters.load(arguments.params).runtime.push)
+    except Refusal as refusal:
+        sys.exit(f"error: {refusal}")
+    remote = ["--remote", arguments.remote] if arguments.remote else []
+    print(f"pushing {', '.join(names)} (runtime.push); everything else stays here", file=sys.stderr, flush=True)
+    dvc = [sys.executable, "-m", "dvc"]
+    if code := subprocess.run([*dvc, "push", *remote, *names]).returncode:
+        sys.exit(code)
+    # A listing can arrive without all of its files; the comparison with the remote tells.
+    state = subprocess.run([*dvc, "status", "--cloud", *remote, *names], capture_output=True, text=True)
+    if state.returncode or "in sync" not in state.stdout + state.stderr:
+        sys.exit(f"error: not everything arrived; run the same command again:\n{state.stdout}{state.stderr}")
+
+
+if __name__ == "__main__":
+    main()
