@@ -1,7 +1,8 @@
 """profiles/slurm against a real SLURM on this machine. Alone: make test-slurm
 
 Skipped where slurmctld, slurmd and munged are not installed (Debian: slurmctld slurmd slurm-client munge) or this is not
-root; SLURM needs root to start jobs. The daemons are this test's own, with their own configuration and ports.
+root; SLURM needs root to start jobs. The daemons are this test's own, with their own ports; their configuration lies in
+/etc/slurm while the test runs, where `srun` inside a job looks for it, and the test is skipped if one lies there already.
 """
 
 import json
@@ -16,10 +17,12 @@ import pytest
 import tiny
 import yaml
 
+ETC = Path("/etc/slurm")
 DAEMONS = ("munged", "slurmctld", "slurmd")
 pytestmark = [
     pytest.mark.skipif("EAGLEMAKE_SLURM" not in os.environ, reason="slow; make test-slurm runs it"),
-    pytest.mark.skipif(not all(shutil.which(d) for d in DAEMONS) or os.geteuid() != 0, reason="needs SLURM, munge and root")]
+    pytest.mark.skipif(not all(shutil.which(d) for d in DAEMONS) or os.geteuid() != 0, reason="needs SLURM, munge and root"),
+    pytest.mark.skipif((ETC / "slurm.conf").exists(), reason="a SLURM is configured here already")]
 CONFIG = """ClusterName=loopback
 SlurmctldHost=localhost
 SlurmctldPort=16817
@@ -42,7 +45,6 @@ SelectTypeParameters=CR_Core_Memory
 ReturnToService=2
 MinJobAge=300
 GresTypes=gpu
-TaskProlog={folder}/prolog
 NodeName=localhost CPUs={cpus} RealMemory={memory} Gres=gpu:8 State=UNKNOWN
 PartitionName=cpu Nodes=localhost Default=YES MaxTime=INFINITE State=UP
 PartitionName=gpu Nodes=localhost MaxTime=INFINITE State=UP
@@ -51,21 +53,20 @@ PartitionName=gpu Nodes=localhost MaxTime=INFINITE State=UP
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
-    """Environment of a running SLURM of one node with eight pretended GPUs."""
+    """A running SLURM of one node with eight pretended GPUs."""
     folder = tmp_path_factory.mktemp("slurm")
     for name in ("state", "spool"):
         (folder / name).mkdir()
     memory = int(Path("/proc/meminfo").read_text().split()[1]) // 1024 - 2000
     (folder / "slurm.conf").write_text(CONFIG.format(folder=folder, cpus=os.cpu_count(), memory=memory))
-    # Jobs start without SLURM_CONF, and this SLURM has no configuration in /etc.
-    (folder / "prolog").write_text(f"#!/bin/sh\necho export SLURM_CONF={folder}/slurm.conf\n")
-    (folder / "prolog").chmod(0o755)
     for i in range(8):
         (folder / f"gpu{i}").touch()
     (folder / "gres.conf").write_text(f"NodeName=localhost Name=gpu Count=8 File={folder}/gpu[0-7]\n")
     (folder / "key").write_bytes(os.urandom(1024))
     (folder / "key").chmod(0o600)
-    environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+    ETC.mkdir(exist_ok=True)
+    for name in ("slurm.conf", "gres.conf"):
+        (ETC / name).symlink_to(folder / name)
     commands = [
         ["munged", "--foreground", "--force", f"--key-file={folder}/key", f"--socket={folder}/munge.socket",
          f"--pid-file={folder}/munged.pid", f"--log-file={folder}/munged.log", f"--seed-file={folder}/seed"],
@@ -73,21 +74,23 @@ def slurm(tmp_path_factory):
     running = []
     try:
         for command in commands:
-            running.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+            running.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
             time.sleep(1.5)
         for _ in range(30):
-            state = subprocess.run(["sinfo", "-h", "-o", "%T"], env=environment, capture_output=True, text=True).stdout
+            state = subprocess.run(["sinfo", "-h", "-o", "%T"], capture_output=True, text=True).stdout
             if "idle" in state:
                 break
             time.sleep(1)
         else:
             pytest.fail(f"SLURM did not come up: {state} {(folder / 'slurmctld.log').read_text()[-2000:]}")
-        yield environment
+        yield
     finally:
         for process in reversed(running):
             process.terminate()
         for process in running:
             process.wait(30)
+        for name in ("slurm.conf", "gres.conf"):
+            (ETC / name).unlink()
 
 
 @pytest.mark.timeout(1200)
@@ -99,16 +102,16 @@ def test_the_whole_job_runs_as_slurm_jobs_with_their_resources(tmp_path, slurm):
         resources["mem_mb"] = 3000
     profile["default-resources"]["mem_mb"] = 2000
     (project / "profiles/slurm/config.yaml").write_text(yaml.safe_dump(profile))
-    subprocess.run([sys.executable, "-m", "snakemake", "--profile", "profiles/slurm", "drafter"], cwd=project, env=slurm,
+    subprocess.run([sys.executable, "-m", "snakemake", "--profile", "profiles/slurm", "drafter"], cwd=project,
                    check=True, timeout=1100)
     assert (project / "data/drafter/model.safetensors").exists()
-    jobs = subprocess.run(["scontrol", "show", "jobs", "--oneliner"], env=slurm, capture_output=True, text=True).stdout
+    jobs = subprocess.run(["scontrol", "show", "jobs", "--oneliner"], capture_output=True, text=True).stdout
     lines = [dict(part.split("=", 1) for part in line.split() if "=" in part) for line in jobs.splitlines()]
     assert len(lines) == 1 + 4 * 2 + 2  # target; prepare, generate, tokenize, extract of two sets; vocab, train
     assert all(line["JobState"] == "COMPLETED" for line in lines), jobs
     on_gpu = [line for line in lines if line["Partition"] == "gpu"]
     assert len(on_gpu) == 2 + 2 + 1 and all("gpu:8" in line.get("TresPerNode", line.get("TRES", "")) for line in on_gpu)
     again = subprocess.run([sys.executable, "-m", "snakemake", "--profile", "profiles/slurm", "-n", "drafter"], cwd=project,
-                           env=slurm, capture_output=True, text=True)
+                           capture_output=True, text=True)
     assert "Nothing to be done" in again.stdout + again.stderr
     assert json.loads((project / "data/drafter/training.json").read_text())["hidden_states"].keys() == {"one", "two"}
