@@ -181,16 +181,63 @@ class Train(Section):
     validate_every: int | None = Field(None, ge=1, description="Updates between validations. Default: every epoch.")
 
 
+class Speculation(Section):
+    """One way of drafting: a tree of `steps` levels, `topk` wide, of which `draft_tokens` are verified at once."""
+
+    steps: int = Field(3, ge=1, le=16, description="Draft tokens in a row.")
+    topk: int = Field(1, ge=1, le=64, description="Branches at each step; 1 is a chain.")
+    draft_tokens: int = Field(4, ge=2, le=256, description="Tokens that one verify cycle checks; steps + 1 for a chain.")
+
+    @model_validator(mode="after")
+    def _possible(self):
+        most = 1 + self.topk + (self.steps - 1) * self.topk**2
+        if self.topk == 1 and self.draft_tokens != self.steps + 1:
+            raise ValueError(f"with topk 1, draft_tokens is steps + 1 = {self.steps + 1}, not {self.draft_tokens}")
+        if self.draft_tokens > most:
+            raise ValueError(f"draft_tokens {self.draft_tokens} is more than the {most} that steps {self.steps} and topk "
+                             f"{self.topk} can draft")
+        return self
+
+
+class Questions(Section):
+    """A public question set; only its first turns are asked."""
+
+    source: Source = Field(description="Where the rows are.")
+    format: Literal["auto", "messages", "sharegpt", "instruction", "qa", "prompt"] = Field(
+        "auto", description="Shape of a row, as for data sets.")
+    columns: dict[Literal["messages", "tools", "system", "prompt", "input", "answer"], str] = Field(
+        {}, description="Which column holds what. A prompt column may hold a list of turns.")
+    max_samples: int | None = Field(None, ge=1, description="Rows to ask, chosen by hash among those unseen in training.")
+
+
 class Bench(Section):
     """What the drafter gains."""
 
     engine: Literal["transformers", "sglang"] = Field("transformers", description="Who serves.")
     steps: int = Field(3, ge=1, le=16, description="Draft tokens in a chain.")
-    max_prompts: int = Field(16, ge=1, description="Held-out prompts, spread over the data sets.")
+    speculation: list[Speculation] = Field(
+        [], description="Ways of drafting to compare (sglang); each takes a server of its own. Default: a chain of steps.")
+    batch_sizes: list[Annotated[int, Field(ge=1, le=4096)]] = Field(
+        [1], min_length=1, description="Requests at once (sglang); the smallest one is what the verdict begins with.")
+    repeats: int = Field(1, ge=1, description="Times that every prompt is asked; every second time in reversed order.")
+    rounds: int = Field(
+        1, ge=1, description="Times that the servers are started (sglang); every second time in reversed order.")
+    max_prompts: int = Field(16, ge=1, description="Held-out prompts of the validation splits, spread over the data sets.")
+    questions: dict[Name, Questions] = Field({}, description="Question sets to ask besides, by name.")
+    max_prompt_tokens: int = Field(2048, ge=1, description="Longer questions are left out.")
     max_new_tokens: int = Field(128, ge=1, description="Tokens of an answer.")
+    simulate: bool = Field(
+        True, description="Compute what the drafter must do on the served answers, with the target in process; switch it "
+        "off where the target does not fit there.")
     max_difference: float = Field(
-        0.05, gt=0, description="Largest relative difference of served and simulated accept length.")
+        0.05, gt=0, description="Largest relative difference of served and replayed accept length.")
     min_accept_length: float = Field(1.05, ge=1, description="A shorter accept length fails the bench.")
+
+    @model_validator(mode="after")
+    def _in_order(self):
+        if sorted(set(self.batch_sizes)) != self.batch_sizes:
+            raise ValueError(f"batch_sizes {self.batch_sizes} must rise")
+        return self
 
 
 class Server(Section):

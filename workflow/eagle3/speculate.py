@@ -63,11 +63,12 @@ class Decoder:
 
         return hook
 
-    def _forward(self, ids: list[int], cache: DynamicCache, keep: int = 0) -> tuple[list[int], Tensor]:
-        """(likeliest next tokens, aux [n, 3H]) for new tokens; `keep=1` gives the next token of the last one only."""
+    def _forward(self, ids: list[int], cache: DynamicCache, keep: int = 0) -> tuple[list[int], Tensor | None]:
+        """(likeliest next tokens, aux [n, 3H]) for new tokens; `keep=1` gives the next token of the last one only. Without
+        layers, aux is None."""
         output = self.model(input_ids=torch.tensor([ids], device=self.model.device), past_key_values=cache,
                             use_cache=True, logits_to_keep=keep)
-        aux = torch.cat([self.captured[layer] for layer in self.layers], dim=-1)[0]
+        aux = torch.cat([self.captured[layer] for layer in self.layers], dim=-1)[0] if self.layers else None
         return output.logits[0].argmax(-1).tolist(), aux
 
     @torch.inference_mode()

@@ -2,70 +2,123 @@
 
 import _path  # noqa: F401, I001  (first: see there)
 import argparse
+import contextlib
 import csv
 import shutil
 from pathlib import Path
 
-from eagle3 import benching, export, layers, report
+from eagle3 import benching, export, held_out, judging, layers, measuring, page, report, sglang_bench, sources
 from eagle3.errors import Refusal
 from eagle3.files import digest_file, read_json, replacing, write_json, write_text
-from eagle3.stage import main, running
+from eagle3.measuring import Measured, Variant
+from eagle3.render import Renderer
+from eagle3.simulation import Simulator
+from eagle3.stage import Stage, main, running
 from eagle3.target import Target
 
 
 def build(arguments: argparse.Namespace) -> None:
     with running("bench", arguments.params, [arguments.target, arguments.records, arguments.drafter]) as stage:
         params, target = stage.params.bench, Target(arguments.target)
-        drafter = export.load_drafter(arguments.drafter, target.embedding().float())
         training = read_json(arguments.drafter / "training.json")
         states = next(iter(training["hidden_states"].values()))
+        refuse_if_other_target(states["target_digest"], target)
+        seen = held_out.trained_prompts(arguments.records)
+        questions = read_questions(params, target, seen)
+        prompts, counts = held_out.collect(arguments.records, params.max_prompts, seen, questions)
+        drafter = export.load_drafter(arguments.drafter, target.embedding().float())
         captured = layers.served_layers(
             drafter.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"], states["convention"])
-        if states["target_digest"] != target.digest:
-            raise Refusal(f"the drafter was trained for target {states['target_digest'][:12]}, not {target.digest[:12]}; "
-                          "run `snakemake --cores all drafter`")
-        chosen = benching.held_out(arguments.records, params.max_prompts)
-        benching.refuse_if_leaking(chosen, arguments.records)
-        found = benching.measure(target, drafter, captured, chosen, params.steps, params.max_new_tokens)
-        hits = benching.simulate(target, drafter, captured, found, params.steps)
-        content = {
-            "schema": 1, "steps": params.steps, "engine": params.engine,
-            "all": benching.figures(found, hits, params.steps),
-            "datasets": {name: benching.figures(*zip_of(found, hits, name), params.steps)
-                         for name in sorted({row["dataset"] for row in found})},
-            "training": read_json(arguments.drafter / "metrics.json"),
-            "lineage": lineage(arguments.drafter, training, target),
-            "rows": [{"dataset": r["dataset"], "id": r["id"], "tokens": len(r["speculative"].ids),
-                      "accepted": r["speculative"].accepted} for r in found]}
-        with open(arguments.drafter / "curves.csv", newline="") as file:
-            curves = list(csv.DictReader(file))
-        with replacing(arguments.out) as folder:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-            write_json(folder / "report.json", content)
-            write_json(folder / "metrics.json", {k: content["all"][k] for k in ("accept_length", "speed_up", "tokens_per_second")})
-            write_text(folder / "acceptance.csv", acceptance_csv(content["all"]))
-            write_text(folder / "report.html", report.page(content, curves))
-        benching.refuse_unless_sound(content["all"], params.min_accept_length, params.max_difference, params.steps)
-        stage.say(report.verdict(content))
+        variants = variants_of(params, arguments.drafter)
+        if params.engine == "sglang":
+            measured = serve(stage, target, prompts, variants)
+        else:
+            measured = benching.measure(target, drafter, captured, prompts, variants[0], params.max_new_tokens,
+                                        params.repeats)
+        hits = Simulator(target, drafter, captured).hits if params.simulate else None
+        cells = measuring.cells(measured, variants, prompts, hits and (lambda variant: hits))
+        content = report.content(
+            measured, cells, variants, engine=params.engine, held_out=counts,
+            training=read_json(arguments.drafter / "metrics.json"), curves=read_curves(arguments.drafter),
+            lineage=lineage(arguments.drafter, training, target, Path("data")))
+        write(arguments.out, content)
+        for cell in cells:
+            judging.refuse_unless_sound(cell, params.min_accept_length, params.max_difference,
+                                        exact=params.engine == "transformers")
+        stage.say(content["verdict"])
 
 
-def zip_of(found: list[dict], hits: list, name: str) -> tuple[list, list]:
-    """The rows and hits of one data set."""
-    pairs = [(row, hit) for row, hit in zip(found, hits) if row["dataset"] == name]
-    return [row for row, _ in pairs], [hit for _, hit in pairs]
+def refuse_if_other_target(digest: str, target: Target) -> None:
+    if digest != target.digest:
+        raise Refusal(f"the drafter was trained for target {digest[:12]}, not {target.digest[:12]}; "
+                      "run `snakemake --cores all drafter`")
 
 
-def lineage(folder: Path, training: dict, target: Target) -> dict[str, str]:
-    """What the drafter was made from, by digest."""
-    made = {"drafter": digest_file(folder / export.WEIGHTS), "target": target.digest, "draft vocabulary": training["vocab"]}
-    made |= {f"records of {name}": states["records_digest"] for name, states in training["hidden_states"].items()}
+def variants_of(params, drafter: Path) -> list[Variant]:
+    """The shapes of bench.speculation; the chain of bench.steps where none is given, or in process."""
+    shapes = [(params.steps, 1, params.steps + 1)]
+    if params.engine == "sglang" and params.speculation:
+        shapes = [(s.steps, s.topk, s.draft_tokens) for s in params.speculation]
+    return [Variant("-".join(map(str, shape)), drafter, *shape) for shape in shapes]
+
+
+def read_questions(params, target: Target, seen: set[str]) -> dict[str, list[dict]]:
+    """Prompts of every question set of bench.questions."""
+    renderer = Renderer(target) if params.questions else None
+    return {name: held_out.questions(name, sources.rows(wanted.source), wanted, renderer, params.max_prompt_tokens, seen)
+            for name, wanted in params.questions.items()}
+
+
+def serve(stage: Stage, target: Target, prompts: list[dict], variants: list[Variant]) -> Measured:
+    """Both arms on servers of the supervisor. Raises Refusal if other people's servers are all there is: their flags cannot
+    be changed, and both arms need the same ones."""
+    from eagle3.server import lease
+
+    params, settings = stage.params.bench, stage.params.server
+    if settings.endpoints:
+        raise Refusal(f"bench.engine sglang starts servers of its own, with and without the drafter, but server.endpoints is "
+                      f"{list(settings.endpoints)}; remove it for the bench")
+
+    @contextlib.contextmanager
+    def serving(flags: dict):
+        with lease(settings, target, flags, say=stage.say) as server:
+            yield server.urls[0]
+
+    plan = sglang_bench.Plan(variants, list(params.batch_sizes), params.max_new_tokens, params.repeats, params.rounds,
+                             stage.params.runtime.request_timeout)
+    # What server.flags sets for both arms goes before the bench's own choice.
+    given = {name.replace("_", "-"): value for name, value in settings.flags.items()}
+    return sglang_bench.measure(serving, prompts, plan, given)
+
+
+def read_curves(drafter: Path) -> list[dict[str, str]]:
+    with open(drafter / "curves.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def lineage(folder: Path, training: dict, target: Target, data: Path) -> dict[str, str]:
+    """What the drafter was made from, by digest, back to the servers that answered and the rows that were asked."""
+    made = {"drafter": digest_file(folder / export.WEIGHTS), "draft vocabulary": training["vocab"], "target": target.digest}
+    for name, states in training["hidden_states"].items():
+        made[f"{name}: hidden states"] = f"{states['rows']} records, {states['tokens']} tokens, layers {states['layers']}"
+        made[f"{name}: records"] = states["records_digest"]
+        for label, path in (("responses", data / "responses" / name / "fingerprint.json"),
+                            ("prompts", data / "prompts" / f"{name}.parquet")):
+            if path.exists():
+                made[f"{name}: {label}"] = digest_file(path)
     return {**made, "git commit": training["made_with"]["git_commit"]}
 
 
-def acceptance_csv(everything: dict) -> str:
-    rows = zip(everything["acceptance"].values(), everything["conditional"].values())
-    return "position,accepted,conditional\n" + "".join(f"{k + 1},{a},{c}\n" for k, (a, c) in enumerate(rows))
+def write(out: Path, content: dict) -> None:
+    """The whole folder. It is written before the figures are judged, so that a refusal can be looked into."""
+    with replacing(out) as folder:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        write_json(folder / "report.json", content)
+        write_json(folder / "metrics.json", report.metrics(content))
+        write_text(folder / "acceptance.csv", report.acceptance_csv(content))
+        write_text(folder / "cells.csv", report.cells_csv(content))
+        write_text(folder / "report.html", page.render(content))
 
 
 if __name__ == "__main__":
