@@ -1,0 +1,111 @@
+"""Row-wise pieces of the fast training path. On a CPU they run as they stand; on a GPU each is compiled into one or two
+kernels, with the number of rows left open, so that no batch makes them compile again."""
+
+import functools
+from typing import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+FP8_MAX = 448.0  # largest float8_e4m3fn
+
+
+def fused(rows: int = 0) -> Callable:
+    """Compiles a function of tensors for the GPU. Dimension `rows` of every tensor of two dimensions or more is open."""
+
+    def wrap(function):
+        compiled = torch.compile(function)
+
+        @functools.wraps(function)
+        def call(*arguments):
+            if not arguments[0].is_cuda:
+                return function(*arguments)
+            for argument in arguments:
+                if isinstance(argument, Tensor) and argument.dim() > max(rows, 1):
+                    torch._dynamo.mark_dynamic(argument, rows)
+            return compiled(*arguments)
+
+        return call
+
+    return wrap
+
+
+@fused()
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm of x [n, H] in fp32, in the type of x."""
+    y = x.float()
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    return (weight.float() * y.to(x.dtype).float()).to(x.dtype)
+
+
+@fused()
+def norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float, extra: Tensor) -> tuple[Tensor, Tensor]:
+    """(gradient of x plus `extra` [n, H], gradient of the weight [H] in fp32)."""
+    x32, dy = x.float(), dy.float()
+    scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    y = x32 * scale
+    g = dy * weight.float()
+    dx = scale * (g - y * (g * y).mean(-1, keepdim=True))
+    return (dx + extra.float()).to(x.dtype), (dy * y).sum(0)
+
+
+@fused()
+def silu_product(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of [n, 2I]."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (functional.silu(gate) * up).to(gate_up.dtype)
+
+
+@fused()
+def silu_product_backward_(dy: Tensor, gate_up: Tensor) -> None:
+    """Puts the gradient of gate_up [n, 2I] in its place; `dy` [n, I]."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    dy, sigma = dy.float(), torch.sigmoid(gate)
+    dgate = dy * up * sigma * (1 + gate * (1 - sigma))
+    gate_up.copy_(torch.cat([dgate, dy * gate * sigma], dim=-1).to(gate_up.dtype))
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-b, a], dim=-1) * sin
+
+
+@fused()
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE of x [n, heads, d] with cos and sin [n, d]; the result is contiguous."""
+    return _turn(x.float(), cos.unsqueeze(1).float(), sin.unsqueeze(1).float()).to(x.dtype)
+
+
+@fused()
+def rotate_back_(dx: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
+    """The transpose of `rotate`, written to `out` [n, heads, d]. cos and sin repeat in both halves, so a turn by the
+    opposite angle is it."""
+    out.copy_(_turn(dx.float(), cos.unsqueeze(1).float(), -sin.unsqueeze(1).float()).to(out.dtype))
+
+
+@fused(rows=1)
+def _sum_rows(stacked: Tensor, readers: Tensor) -> Tensor:
+    """[w, c]: row i is the sum over k of stacked[k, readers[k, i]], in fp32; nothing where readers is -1."""
+    total = 0.0
+    for k in range(stacked.shape[0]):
+        found = stacked[k][readers[k].clamp(min=0)].float()
+        total = total + torch.where(readers[k].unsqueeze(-1) >= 0, found, 0.0)
+    return total.to(stacked.dtype)
+
+
+sum_rows = _sum_rows
+
+
+@fused()
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(x in fp8 e4m3, scale [n, 1]), one scale per row: x is about fp8 * scale."""
+    x = x.float()
+    scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / FP8_MAX
+    return (x / scale).to(torch.float8_e4m3fn), scale
+
+
+@fused()
+def log_sum_exp(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """(log-sum-exp fp32 [n], likeliest id [n]) of [n, D]."""
+    return torch.logsumexp(logits.float(), -1), logits.argmax(-1)

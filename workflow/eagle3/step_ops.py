@@ -1,0 +1,112 @@
+"""Two operations of the fast training path that change their arguments in place: the loss of a step, and the diagonal
+keys of its attention. Triton kernels on a GPU, plain PyTorch elsewhere."""
+
+import torch
+from torch import Tensor
+
+KINDS = {"soft_cross_entropy": 0, "total_variation": 1, "log_acceptance": 2}
+
+
+def loss_and_gradient_(kind: str, student: Tensor, teacher: Tensor, teacher_lse: Tensor, teacher_best: Tensor,
+                       teachers: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """(loss [n] fp32, hit [n]) of logits `student` [n, D], which are overwritten by their gradient.
+
+    `teacher` [s, D] logits with `teacher_lse` and `teacher_best` [s]; `teachers` [n] is each row's teacher row, or -1: no
+    loss, no gradient. `scale` [] multiplies loss and gradient. With p the teacher's and q the student's distribution:
+    soft_cross_entropy -sum p log q; total_variation 1 - sum min(p, q), one minus the chance that speculative sampling
+    accepts (arXiv 2211.17192); log_acceptance -log sum min(p, q), the same goal with a gradient that does not vanish
+    while p and q hardly overlap.
+    """
+    if student.is_cuda:
+        return _triton_loss(kind, student, teacher, teacher_lse, teacher_best, teachers, scale)
+    losses, hits = student.new_zeros(len(student), dtype=torch.float32), torch.zeros(len(student), dtype=torch.int32)
+    rows = (teachers >= 0).nonzero().flatten()
+    sources = teachers[rows].long()
+    best = student[rows].argmax(-1)
+    log_q = student[rows].float().log_softmax(-1)
+    log_p = teacher[sources].float() - teacher_lse[sources].unsqueeze(-1)
+    p, q = log_p.exp(), log_q.exp()
+    if kind == "soft_cross_entropy":
+        loss, gradient = -(p * log_q).sum(-1), q - p
+    else:
+        overlap = torch.minimum(p, q).sum(-1)
+        under = torch.where(q < p, q, 0.0)
+        gradient = q * under.sum(-1, keepdim=True) - under
+        loss = 1 - overlap
+        if kind == "log_acceptance":
+            loss, gradient = -overlap.log(), gradient / overlap.unsqueeze(-1)
+    losses[rows], hits[rows] = scale * loss, (best == teacher_best[sources]).int()
+    student.zero_()
+    student[rows] = (scale * gradient).to(student.dtype)
+    return losses, hits
+
+
+def _triton_loss(kind, student, teacher, teacher_lse, teacher_best, teachers, scale):
+    from eagle3 import triton_kernels
+
+    rows, width = student.shape
+    losses = torch.empty(rows, dtype=torch.float32, device=student.device)
+    hits = torch.empty(rows, dtype=torch.int32, device=student.device)
+    triton_kernels.soft_cross_entropy[(rows,)](
+        student, teacher, teacher_lse, teacher_best, teachers, scale, losses, hits, width, KIND=KINDS[kind],
+        BLOCK=min(4096, _power(width)), num_warps=8)
+    return losses, hits
+
+
+def add_diagonal_(q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """Merges the diagonal `keys` and `values` [j, n, kv_heads, d] into `out` [n, heads, d]; `lse` [heads, n] is that of
+    the causal part. Returns the log-sum-exp of the whole softmax."""
+    if q.is_cuda:
+        from eagle3 import triton_kernels
+
+        total = torch.empty_like(lse)
+        rows, heads, width = q.shape
+        triton_kernels.add_diagonal[(rows, keys.shape[2])](
+            q, keys, values, out, lse, total, rows, len(keys), width ** -0.5, **_shape(q, keys), num_warps=1)
+        return total
+    scores = _diagonal_scores(q, keys)  # [j, n, heads]
+    total = torch.logsumexp(torch.cat([lse.T.unsqueeze(0), scores]), 0)  # [n, heads]
+    weights = torch.exp(scores - total).unsqueeze(-1)
+    merged = out.float() * torch.exp(lse.T - total).unsqueeze(-1) + (weights * _per_head(values, q)).sum(0)
+    out.copy_(merged)
+    return total.T.contiguous()
+
+
+def add_diagonal_backward_(q: Tensor, keys: Tensor, values: Tensor, out: Tensor, dout: Tensor, lse: Tensor, dq: Tensor,
+                           dkeys: Tensor, dvalues: Tensor, first: bool) -> None:
+    """Adds the diagonal keys' share to `dq`, and to `dkeys` and `dvalues` (fp32, as keys and values), which are written
+    instead if `first`. `out` and `lse` are those of the whole softmax."""
+    if q.is_cuda:
+        from eagle3 import triton_kernels
+
+        rows, heads, width = q.shape
+        triton_kernels.add_diagonal_backward[(rows, keys.shape[2])](
+            q, keys, values, out, dout, lse, dq, dkeys, dvalues, rows, len(keys), width ** -0.5, FIRST=first,
+            **_shape(q, keys), num_warps=1)
+        return
+    weights = torch.exp(_diagonal_scores(q, keys) - lse.T).unsqueeze(-1)  # [j, n, heads, 1]
+    dy = dout.float()
+    delta = (dy * out.float()).sum(-1, keepdim=True)
+    ds = weights * ((dy * _per_head(values, q)).sum(-1, keepdim=True) - delta) * q.shape[-1] ** -0.5
+    dq.copy_(dq.float() + (ds * _per_head(keys, q)).sum(0))
+    group = q.shape[1] // keys.shape[2]
+    for total, part in ((dkeys, ds * q.float()), (dvalues, weights * dy)):
+        part = part.unflatten(2, (-1, group)).sum(3)
+        total.copy_(part if first else total + part)
+
+
+def _per_head(x: Tensor, q: Tensor) -> Tensor:
+    return x.float().repeat_interleave(q.shape[1] // x.shape[2], 2)
+
+
+def _diagonal_scores(q: Tensor, keys: Tensor) -> Tensor:
+    return (q.float() * _per_head(keys, q)).sum(-1) * q.shape[-1] ** -0.5
+
+
+def _power(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def _shape(q: Tensor, keys: Tensor) -> dict[str, int]:
+    kv_heads, group, width = keys.shape[2], q.shape[1] // keys.shape[2], q.shape[2]
+    return {"KV": kv_heads, "GROUP": group, "D": width, "GROUP_P": _power(group), "D_P": _power(width)}

@@ -1,0 +1,124 @@
+"""Triton kernels of the fast training path; only imported where there is a GPU. The functions in `steps_ops` choose
+between these and plain PyTorch, and hold the contracts."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def soft_cross_entropy(student, teacher, teacher_lse, teacher_best, teachers, scale, losses, hits, width,
+                       KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """One program per row of `student` [n, width]: its loss and hit, and the gradient in place of the logits."""
+    row = tl.program_id(0).to(tl.int64)
+    source = tl.load(teachers + row).to(tl.int64)
+    student += row * width
+    columns = tl.arange(0, BLOCK)
+    if source < 0:
+        for start in range(0, width, BLOCK):
+            tl.store(student + start + columns, tl.zeros([BLOCK], student.dtype.element_ty), mask=start + columns < width)
+        tl.store(losses + row, 0.0)
+        tl.store(hits + row, 0)
+    else:
+        weight = tl.load(scale)
+        lse_t = tl.load(teacher_lse + source)
+        teacher += source * width
+        top, mass, cross, best = float("-inf"), 0.0, 0.0, 0
+        for start in range(0, width, BLOCK):
+            inside = start + columns < width
+            s = tl.load(student + start + columns, mask=inside, other=float("-inf")).to(tl.float32)
+            t = tl.load(teacher + start + columns, mask=inside, other=float("-inf")).to(tl.float32)
+            here, where = tl.max(s, axis=0, return_indices=True)
+            best = tl.where(here > top, start + where, best)
+            higher = tl.maximum(top, here)
+            mass = mass * tl.exp(top - higher) + tl.sum(tl.exp(s - higher), axis=0)
+            top = higher
+            cross += tl.sum(tl.where(inside, tl.exp(t - lse_t) * s, 0.0), axis=0)
+        lse = top + tl.log(mass)
+        overlap, under = 1.0, 0.0
+        if KIND != 0:
+            overlap = 0.0
+            for start in range(0, width, BLOCK):
+                inside = start + columns < width
+                s = tl.load(student + start + columns, mask=inside, other=float("-inf")).to(tl.float32)
+                t = tl.load(teacher + start + columns, mask=inside, other=float("-inf")).to(tl.float32)
+                q, p = tl.exp(s - lse), tl.exp(t - lse_t)
+                overlap += tl.sum(tl.minimum(p, q), axis=0)
+                under += tl.sum(tl.where(q < p, q, 0.0), axis=0)
+        if KIND == 0:
+            tl.store(losses + row, weight * (lse - cross))
+        elif KIND == 1:
+            tl.store(losses + row, weight * (1 - overlap))
+        else:
+            tl.store(losses + row, -weight * tl.log(overlap))
+        tl.store(hits + row, (best == tl.load(teacher_best + source)).to(tl.int32))
+        tl.debug_barrier()
+        for start in range(0, width, BLOCK):
+            inside = start + columns < width
+            s = tl.load(student + start + columns, mask=inside, other=float("-inf")).to(tl.float32)
+            t = tl.load(teacher + start + columns, mask=inside, other=float("-inf")).to(tl.float32)
+            q, p = tl.exp(s - lse), tl.exp(t - lse_t)
+            if KIND == 0:
+                gradient = q - p
+            else:
+                gradient = q * (under - tl.where(q < p, 1.0, 0.0))
+                if KIND == 2:
+                    gradient = gradient / overlap
+            tl.store(student + start + columns, (weight * gradient).to(student.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def add_diagonal(q, keys, values, out, lse, total, n, count, scale, KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+                 GROUP_P: tl.constexpr, D_P: tl.constexpr):
+    """One program per row and key head: merges `count` diagonal keys into `out` [n, heads, d] and lse [heads, n]."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    g, d = tl.arange(0, GROUP_P), tl.arange(0, D_P)
+    inside = (g < GROUP)[:, None] & (d < D)[None, :]
+    place = row * KV * GROUP * D + (head * GROUP + g)[:, None] * D + d[None, :]
+    heads = (head * GROUP + g) * n.to(tl.int64) + row
+    x = tl.load(q + place, mask=inside, other=0.0).to(tl.float32) * scale
+    sums = tl.load(out + place, mask=inside, other=0.0).to(tl.float32)
+    top = tl.load(lse + heads, mask=g < GROUP, other=0.0)
+    mass = tl.full([GROUP_P], 1.0, tl.float32)
+    for j in range(0, count):
+        key = ((j * n.to(tl.int64) + row) * KV + head) * D + d
+        k = tl.load(keys + key, mask=d < D, other=0.0).to(tl.float32)
+        v = tl.load(values + key, mask=d < D, other=0.0).to(tl.float32)
+        score = tl.sum(x * k[None, :], axis=1)
+        higher = tl.maximum(top, score)
+        old, new = tl.exp(top - higher), tl.exp(score - higher)
+        mass = mass * old + new
+        sums = sums * old[:, None] + new[:, None] * v[None, :]
+        top = higher
+    tl.store(out + place, (sums / mass[:, None]).to(out.dtype.element_ty), mask=inside)
+    tl.store(total + heads, top + tl.log(mass), mask=g < GROUP)
+
+
+@triton.jit
+def add_diagonal_backward(q, keys, values, out, dout, lse, dq, dkeys, dvalues, n, count, scale, FIRST: tl.constexpr,
+                          KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, GROUP_P: tl.constexpr,
+                          D_P: tl.constexpr):
+    """Adds the diagonal keys' share to dq, and to dkeys and dvalues fp32 (which FIRST writes instead)."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    g, d = tl.arange(0, GROUP_P), tl.arange(0, D_P)
+    inside = (g < GROUP)[:, None] & (d < D)[None, :]
+    place = row * KV * GROUP * D + (head * GROUP + g)[:, None] * D + d[None, :]
+    x = tl.load(q + place, mask=inside, other=0.0).to(tl.float32)
+    dy = tl.load(dout + place, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(out + place, mask=inside, other=0.0).to(tl.float32)
+    dx = tl.load(dq + place, mask=inside, other=0.0).to(tl.float32)
+    total = tl.load(lse + (head * GROUP + g) * n.to(tl.int64) + row, mask=g < GROUP, other=float("inf"))
+    delta = tl.sum(dy * y, axis=1)
+    for j in range(0, count):
+        key = ((j * n.to(tl.int64) + row) * KV + head) * D + d
+        k = tl.load(keys + key, mask=d < D, other=0.0).to(tl.float32)
+        v = tl.load(values + key, mask=d < D, other=0.0).to(tl.float32)
+        p = tl.exp(tl.sum(x * k[None, :], axis=1) * scale - total)
+        ds = p * (tl.sum(dy * v[None, :], axis=1) - delta) * scale
+        dx += ds[:, None] * k[None, :]
+        dk, dv = tl.sum(ds[:, None] * x, axis=0), tl.sum(p[:, None] * dy, axis=0)
+        if not FIRST:
+            dk += tl.load(dkeys + key, mask=d < D, other=0.0)
+            dv += tl.load(dvalues + key, mask=d < D, other=0.0)
+        tl.store(dkeys + key, dk, mask=d < D)
+        tl.store(dvalues + key, dv, mask=d < D)
+    tl.store(dq + place, dx.to(dq.dtype.element_ty), mask=inside)
