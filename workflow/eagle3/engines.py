@@ -1,7 +1,8 @@
 """What an engine is: something that takes requests and hands back results, as many at once as it likes."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Callable, Iterator, Protocol
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,15 @@ class Result:
 
 
 class Engine(Protocol):
-    """`run` takes requests lazily, calls `on_result` once for each, and runs what that returns (the next turn) too."""
+    """A context: `with engine as made_by: engine.run(…)`. Entering makes it ready to answer.
 
-    def fingerprint(self) -> dict[str, Any]:
-        """Numerics as the running engine reports them, versions and settings; written to fingerprint.json."""
+    `made_by` says what answers: engine, versions, numerics as the running engine reports them, settings; nothing that
+    differs from run to run, since it becomes part of the artifact.
+    `run` takes requests lazily, calls `on_result` once for each, and runs what that returns (the next turn) too.
+    """
+
+    def __enter__(self) -> dict[str, Any]: ...
+
+    def __exit__(self, *_) -> None: ...
 
     def run(self, requests: Iterator[Request], on_result: Callable[[Result], Request | None]) -> None: ...

@@ -1,16 +1,17 @@
 """Answering the prompts of a data set: what is wanted, what is there already, what is to go, and the final artifact."""
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Iterable, Iterator
+from typing import Any
 
 from eagle3 import prompts as prompt_files
 from eagle3 import responses
 from eagle3.engines import Request, Result
 from eagle3.errors import Refusal, Reject
 from eagle3.journal import Journal, answer_key
-from eagle3.progress import Progress
 from eagle3.prompts import Prompt
 from eagle3.render import Renderer
+from eagle3.status import Status
 
 
 class Answering:
@@ -19,22 +20,26 @@ class Answering:
     Memory: one small entry per prompt that is under way or failed, none per finished answer beyond the journal's index.
     """
 
-    def __init__(self, path: str | Path, renderer: Renderer, journal: Journal, sampling: dict, numerics: dict,
-                 context_length: int, token_budget: int | None = None):
-        self.path, self.renderer, self.journal = path, renderer, journal
-        self.sampling, self.numerics = sampling, numerics
+    def __init__(self, path: str | Path, renderer: Renderer, journal: Journal, sampling: dict, context_length: int,
+                 token_budget: int | None = None):
+        self.path, self.renderer, self.journal, self.sampling = path, renderer, journal, sampling
         self.context_length, self.token_budget = context_length, token_budget
         self.errors: dict[str, dict] = {}
         self.under_way: dict[str, Prompt] = {}
         self.tokens = 0
-        self.bar: Progress | None = None
+        self.status: Status | None = None
+
+    def _limit(self, prompt_ids: list[int]) -> int:
+        """Tokens that the answer to a prompt may have; less than 1 if the context is full."""
+        return min(self.sampling["max_new_tokens"], self.context_length - len(prompt_ids))
 
     def adopt(self, rows: Iterable[dict]) -> int:
         """Takes answers of a published artifact into the journal, those that the present settings made. Their number."""
         def fitting():
             for row in rows:
                 for place, turn in enumerate(row["turns"]):
-                    if turn["key"] == answer_key(turn["prompt_ids"], self.sampling, self.numerics):
+                    limit = self._limit(turn["prompt_ids"])
+                    if turn["key"] == answer_key(self.journal.stamp, turn["prompt_ids"], limit):
                         yield {**{k: v for k, v in turn.items() if k != "prompt_ids"}, "id": row["id"], "turn": place}
 
         return self.journal.adopt(fitting())
@@ -49,16 +54,16 @@ class Answering:
         messages = [dict(m) for m in prompt.messages]
         for place in [i for i, m in enumerate(messages) if m["content"] is None and m["role"] == "assistant"]:
             ids = prompt.prompt_ids if not turns else self.renderer.prompt_ids(messages[:place], prompt.tools)
-            room = self.context_length - len(ids)
-            if room < 1:
+            limit = self._limit(ids)
+            if limit < 1:
                 if not turns:
                     raise Reject("prompt_too_long", f"{len(ids)} tokens, context {self.context_length}")
                 return turns, None
-            key = answer_key(ids, self.sampling, self.numerics)
+            key = answer_key(self.journal.stamp, ids, limit)
             answer = self.journal.get(key)
             if answer is None:
                 seed = (self.sampling["seed"] * 0x9E3779B1 + int(key[:12], 16)) % 2**31
-                return turns, Request(prompt.id, len(turns), key, ids, min(self.sampling["max_new_tokens"], room), seed)
+                return turns, Request(prompt.id, len(turns), key, ids, limit, seed)
             turns.append({"key": key, "prompt_ids": ids, **{name: answer[name] for name in
                                                             ("output_ids", "text", "finish_reason", "usage")}})
             if answer["finish_reason"] == "length":
@@ -66,8 +71,9 @@ class Answering:
             messages[place]["content"] = answer["text"] or " "
         return turns, None
 
-    def count(self) -> tuple[int, int]:
-        """(prompts wanted, prompts finished)."""
+    def count(self) -> tuple[int, int, int]:
+        """(prompts wanted, prompts finished, tokens of their answers). With a token budget more may be wanted in the
+        end: how many prompts hold it is known when they are answered."""
         wanted = finished = tokens = 0
         for prompt in prompt_files.read(self.path):
             if self.token_budget is not None and tokens >= self.token_budget:
@@ -79,7 +85,7 @@ class Answering:
                 turns, missing = [], None
             finished += missing is None
             tokens += sum(len(turn["output_ids"]) for turn in turns)
-        return wanted, finished
+        return wanted, finished, tokens
 
     def requests(self) -> Iterator[Request]:
         """The first missing turn of every prompt, in prompt order, until the token budget is reached.
@@ -118,15 +124,15 @@ class Answering:
             self._fail(request.row_id, request.turn + 1, reject.reason, reject.detail, 0)
         if following is None:
             self.under_way.pop(request.row_id, None)
-        if self.bar:
-            self.bar.add(0 if following else 1, tokens=len(result.output_ids))
+        if self.status:
+            self.status.answered(len(result.output_ids), result.finish_reason == "length", following is None)
         return following
 
     def _fail(self, identifier: str, turn: int, reason: str, detail: str, tries: int) -> None:
         self.errors[identifier] = {"id": identifier, "turn": turn, "reason": reason, "detail": detail, "tries": tries}
         self.under_way.pop(identifier, None)
-        if self.bar:
-            self.bar.add(1)
+        if self.status:
+            self.status.failed(reason)
 
     def publish(self, folder: str | Path, fingerprint: dict[str, Any]) -> responses.Writer:
         """Writes the artifact. Raises Refusal if a prompt has neither an answer nor an error."""

@@ -1,22 +1,32 @@
 """The journal of a data set: one line per finished answer, appended as it finishes, found again by its key.
 
-The key is a digest of what determines an answer: prompt ids, sampling with seed, and the target's numerics. Lines made
-under other numerics stay in the file and are simply not found, until those parameters return.
+The key is a digest of what determines an answer: prompt ids, room for the answer, sampling with seed, and the target's
+numerics. Lines made under other numerics stay in the file and are simply not found, until those parameters return.
 """
 
 import json
 import os
+import time
+from array import array
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Iterable
+from typing import Any
+
+import xxhash
 
 from eagle3.files import digest_of, read_json, write_json
 
 FINISHED = ("stop", "length")
+SYNC_EVERY = 5.0  # seconds of answers that a power cut may cost; a killed process costs none
 
 
-def answer_key(prompt_ids: list[int], sampling: dict, numerics: dict) -> str:
-    return digest_of([prompt_ids, sampling, numerics])
+def answer_key(stamp: str, prompt_ids: list[int], max_new_tokens: int) -> str:
+    """32 hex digits. `stamp`: digest of sampling and numerics. The longest possible answer counts too: where the
+    context is nearly full it is shorter than the sampling says."""
+    digest = xxhash.xxh3_128(stamp.encode())
+    digest.update(array("q", [max_new_tokens, *prompt_ids]).tobytes())
+    return digest.hexdigest()
 
 
 def is_success(row: Any) -> bool:
@@ -27,9 +37,11 @@ def is_success(row: Any) -> bool:
 
 
 class Journal:
-    """`journal.jsonl` in `folder`, open for appending. Holds one offset per key in memory, never the answers.
+    """`journal.jsonl` in `folder`, open for appending. Holds one offset per key in memory (about 160 bytes), never the
+    answers. One process at a time: the stage's lock sees to that.
 
-    `settings` (sampling and numerics) are kept beside it in `settings/DIGEST.json`, so that a change can be named.
+    `settings` (sampling and numerics) are kept beside it in `settings/DIGEST.json`, so that a change can be named, and
+    what answered under them in `made_by/DIGEST.json`.
     """
 
     def __init__(self, folder: str | Path, settings: dict[str, Any]):
@@ -38,10 +50,11 @@ class Journal:
         self.path = self.folder / "journal.jsonl"
         self.settings, self.stamp = settings, digest_of(settings)
         write_json(self.folder / "settings" / f"{self.stamp}.json", settings)
-        self.offsets: dict[str, int] = {}
+        self.offsets: dict[bytes, int] = {}
         self.foreign: Counter = Counter()
         self.broken = 0
         self.torn = self._repair()
+        self.synced = time.monotonic()
         self._scan()
         self.file = open(self.path, "ab")
         self.reader = open(self.path, "rb")
@@ -75,21 +88,26 @@ class Journal:
                     row = None
                 if not is_success(row):
                     self.broken += 1
-                elif row["settings"] == self.stamp:
-                    self.offsets.setdefault(row["key"], offset)
+                elif row.get("settings") == self.stamp:
+                    self.offsets.setdefault(bytes.fromhex(row["key"]), offset)
                 else:
-                    self.foreign[row["settings"]] += 1
+                    self.foreign[row.get("settings")] += 1
                 offset += len(line)
 
     def __contains__(self, key: str) -> bool:
-        return key in self.offsets
+        return bytes.fromhex(key) in self.offsets
+
+    def __len__(self) -> int:
+        return len(self.offsets)
 
     def get(self, key: str) -> dict | None:
         """The answer with this key."""
-        if (offset := self.offsets.get(key)) is None:
+        if (offset := self.offsets.get(bytes.fromhex(key))) is None:
             return None
         self.reader.seek(offset)
-        return json.loads(self.reader.readline())
+        row = json.loads(self.reader.readline())
+        assert row["key"] == key, f"{self.path} changed under its owner: {row['key']} at the place of {key}"
+        return row
 
     def append(self, row: dict) -> None:
         """Adds a finished answer: one write of one whole line. Answers that are there already are not added again.
@@ -98,13 +116,26 @@ class Journal:
         """
         if not is_success(row):
             raise ValueError(f"not a finished answer: {row}")
-        if row["key"] in self.offsets:
+        if row["key"] in self:
             return
         line = json.dumps({**row, "settings": self.stamp}, ensure_ascii=False).encode() + b"\n"
         offset = self.file.tell()
         self.file.write(line)
         self.file.flush()
-        self.offsets[row["key"]] = offset
+        self.offsets[bytes.fromhex(row["key"])] = offset
+        if time.monotonic() - self.synced > SYNC_EVERY:
+            os.fsync(self.file.fileno())
+            self.synced = time.monotonic()
+
+    def made_by(self) -> list[dict]:
+        """What answered under these settings, each once, in order of appearance."""
+        path = self.folder / "made_by" / f"{self.stamp}.json"
+        return read_json(path) if path.exists() else []
+
+    def note_maker(self, maker: dict) -> None:
+        known = self.made_by()
+        if maker not in known:
+            write_json(self.folder / "made_by" / f"{self.stamp}.json", [*known, maker])
 
     def adopt(self, rows: Iterable[dict]) -> int:
         """Takes over answers of a published artifact whose key belongs to these settings. Returns their number."""
@@ -122,9 +153,15 @@ class Journal:
             other = read_json(path) if path.exists() else {}
             differing = [f"{name} {other.get(name)!r}, now {value!r}" for name, value in self.settings.items()
                          if other.get(name) != value]
-            lines.append(f"{count} answers were made under other settings ({'; '.join(differing) or 'unknown'}); "
-                         "they are kept but not used")
+            lines.append(f"{count} answers were made under other settings ({'; '.join(differing) or 'unknown'}); they are "
+                         "not used, and kept for the day these settings return")
         return lines
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
 
     def close(self) -> None:
         self.file.flush()

@@ -30,6 +30,11 @@ def _stat(pid: int) -> tuple[int, int] | None:
     return None if fields[0] in "ZX" else (int(fields[1]), int(fields[19]))
 
 
+def start_time(pid: int) -> int | None:
+    """When a live process began, in ticks; with the pid it names a process for good. None if it is not alive."""
+    return stat[1] if (stat := _stat(pid)) else None
+
+
 def driving_ancestors() -> list[tuple[int, int]]:
     """(pid, start time) of every ancestor up to the topmost snakemake or dvc; empty when run by hand."""
     chain, last, pid = [], 0, os.getppid()

@@ -1,7 +1,8 @@
 """Answers in process through transformers: batches of similar length, every row with its own random draws."""
 
 import itertools
-from typing import Any, Callable, Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import transformers
@@ -45,8 +46,13 @@ class TransformersEngine:
         self.target, self.sampling, self.batch_size = target, sampling, batch_size
         self.model = None
 
-    def fingerprint(self) -> dict[str, Any]:
-        return {"engine": "transformers", "versions": {"torch": torch.__version__, "transformers": transformers.__version__}}
+    def __enter__(self) -> dict[str, Any]:
+        self.model = self.target.load_model()
+        return {"engine": "transformers", "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+                "device": self.model.device.type}
+
+    def __exit__(self, *_) -> None:
+        self.model = None
 
     def run(self, requests: Iterator[Request], on_result: Callable[[Result], Request | None]) -> None:
         waiting: list[Request] = []
@@ -63,8 +69,6 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def _answer(self, batch: list[Request]) -> list[Result]:
-        if self.model is None:
-            self.model = self.target.load_model()
         longest = max(len(request.prompt_ids) for request in batch)
         pad = self.target.stop_ids[0]
         ids = torch.full((len(batch), longest), pad)

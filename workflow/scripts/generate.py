@@ -2,15 +2,16 @@
 
 import _path  # noqa: F401, I001  (first: see there)
 import argparse
+import itertools
 from pathlib import Path
 
 from eagle3 import generation, responses
-from eagle3.files import read_jsonl
+from eagle3.files import read_json, read_jsonl
 from eagle3.journal import Journal
-from eagle3.progress import Progress
 from eagle3.published import cached_file
 from eagle3.render import Renderer
 from eagle3.stage import Stage, main, running
+from eagle3.status import Status
 from eagle3.target import Target, numerics
 
 
@@ -31,36 +32,46 @@ def build(arguments: argparse.Namespace) -> None:
 
 
 def _generate(stage: Stage, name: str, target: Target, arguments: argparse.Namespace) -> responses.Writer:
-    params = stage.params
-    sampling = params.generate.sampling
-    settings = {**numerics(target.info), "engine": params.generate.engine}
-    journal = Journal(stage.work, {**sampling.model_dump(), **settings})
-    answering = generation.Answering(
-        arguments.prompts, Renderer(target), journal, sampling.model_dump(), settings,
-        target.info["context_length"], params.datasets[name].token_budget)
-    if earlier := cached_file(stage.name, str(arguments.out), responses.ROWS):
-        if adopted := answering.adopt(read_jsonl(earlier)):
-            stage.say(f"{adopted} answers taken over from the published artifact")
-    for line in ([f"repaired a torn line of {journal.torn} bytes"] if journal.torn else []) + journal.foreign_reasons():
-        stage.say(line)
-    wanted, done = answering.count()
-    stage.say(f"{name}: {wanted} wanted, {done} done, {wanted - done} to go")
-    engine = make_engine(stage, target)
-    if wanted > done:
-        with Progress(stage.name, wanted, "rows", done=done) as answering.bar:
-            engine.run(answering.requests(), answering.on_result)
-    else:
-        for _ in answering.requests():  # only collects the prompts that cannot be asked
-            pass
-    made_by = {"numerics": settings, "sampling": sampling.model_dump(), **engine.fingerprint()}
-    writer = answering.publish(arguments.out, made_by)
-    journal.close()
-    return writer
+    engine_name, sampling = stage.params.generate.engine, stage.params.generate.sampling.model_dump()
+    settings = {**numerics(target.info), "engine": engine_name}
+    with Journal(stage.work, {**sampling, **settings}) as journal:
+        answering = generation.Answering(arguments.prompts, Renderer(target), journal, sampling,
+                                         target.info["context_length"], stage.params.datasets[name].token_budget)
+        _take_over_published(stage, answering, arguments.out)
+        if journal.torn:
+            stage.say(f"repaired a torn last line of {journal.torn} bytes")
+        for reason in journal.foreign_reasons():
+            stage.say(reason)
+        wanted, done, tokens = answering.count()
+        stage.say(f"{name}: {wanted} wanted, {done} done, {wanted - done} to go")
+        requests = answering.requests()
+        first = next(requests, None)  # also notes the prompts that cannot be asked
+        if first:
+            engine = make_engine(stage, target)
+            with engine as made_by, Status(stage.work / "status.json", name, wanted, done, tokens) as answering.status:
+                journal.note_maker(made_by)
+                engine.run(itertools.chain([first], requests), answering.on_result)
+        return answering.publish(arguments.out, {
+            "engine": engine_name, "numerics": settings, "sampling": sampling, "made_by": journal.made_by()})
+
+
+def _take_over_published(stage: Stage, answering: generation.Answering, out: Path) -> None:
+    """Rows that an earlier version of the artifact holds, made here or elsewhere, need not be made again."""
+    rows = cached_file(stage.name, str(out), responses.ROWS)
+    made_by = cached_file(stage.name, str(out), responses.FINGERPRINT)
+    if rows and made_by and (adopted := answering.adopt(read_jsonl(rows))):
+        stage.say(f"{adopted} answers taken over from the published artifact")
+        for maker in read_json(made_by).get("made_by", []):
+            answering.journal.note_maker(maker)
 
 
 def make_engine(stage: Stage, target: Target):
-    """The engine that params.yaml names; it costs nothing until its first request."""
+    """The engine that params.yaml names; only the one that is used is imported."""
     params = stage.params
+    if params.generate.engine == "sglang":
+        from eagle3.sglang_engine import SGLangEngine
+
+        return SGLangEngine(target, params.generate.sampling, params.server, params.runtime, stage.say)
     from eagle3.transformers_engine import TransformersEngine
 
     return TransformersEngine(target, params.generate.sampling, params.runtime.batch_size)

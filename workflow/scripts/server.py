@@ -1,0 +1,43 @@
+"""server: the SGLang server by hand. `warm` starts it for the build that calls this; `run` holds it until Ctrl-C."""
+
+import _path  # noqa: F401, I001  (first: see there)
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from eagle3 import params, server
+from eagle3.errors import Refusal
+from eagle3.target import Target
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("action", choices=["warm", "run", "stop"])
+    parser.add_argument("--params", default="params.yaml")
+    parser.add_argument("--target", type=Path, default=Path("data/target"))
+    arguments = parser.parse_args()
+
+    def say(text: str) -> None:
+        print(f"server: {text}", file=sys.stderr, flush=True)
+
+    try:
+        content = params.load(arguments.params)
+        if arguments.action == "stop":
+            server.stop(say)
+        elif arguments.action == "warm":
+            if content.generate.engine == "sglang":
+                server.warm(content.server, Target(arguments.target), say)
+        else:
+            with server.lease(content.server, Target(arguments.target), say=say) as lease:
+                say(f"ready at {', '.join(lease.urls)}; Ctrl-C stops it")
+                while all(lease.state(url) for url in lease.urls):
+                    time.sleep(1)
+    except Refusal as refusal:
+        sys.exit(f"error: {refusal}")
+    except KeyboardInterrupt:
+        pass
+
+
+if __name__ == "__main__":
+    main()
