@@ -4,9 +4,8 @@ Alone: `python -m eagle3.supervisor FOLDER`; `eagle3.server.lease` starts it so.
 run), `state.json` (how it stands, rewritten at every change), `server.log`, and two lock files that the kernel frees
 when their holders die: `supervisor` (this process) and `leases` (shared, everyone who uses the server).
 
-Nothing is left behind: the server and its workers are one process group, killed as a whole; a shell in that group
-waits on a pipe from this process and kills the group when the pipe closes, so even `kill -9` of this process takes
-the server along. The server ends when the last lease has been free for `idle_timeout`, or at once when the build
+Nothing is left behind: the server and its workers are one process group, killed as a whole; a shell waits on a pipe
+from this process and kills the group when the pipe closes, so even `kill -9` of this process takes the server along. The server ends when the last lease has been free for `idle_timeout`, or at once when the build
 that wanted it has ended.
 """
 
@@ -220,7 +219,7 @@ class Supervisor:
                              "server.command in params.yaml") from None
         self.guard = subprocess.Popen(
             ["/bin/sh", "-c", 'read _; kill -KILL -- "-$0"', str(self.server.pid)], stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=self.server.pid)
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
         self.tell("starting")
 
     def _free_port(self) -> None:
@@ -316,11 +315,13 @@ class Supervisor:
         for pid in children(os.getpid()):  # workers that left the group come here when their parent dies
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-        for process in (self.server, self.guard):
-            with contextlib.suppress(OSError, AttributeError):
-                process.wait(5)
-        self.guard.stdin.close()
-        self.server = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.server.wait(5)
+        if self.guard:
+            self.guard.kill()
+            self.guard.wait()
+            self.guard.stdin.close()
+        self.server = self.guard = None
 
     def _tail(self, lines: int = 12) -> str:
         """The last lines of the present server's log."""
