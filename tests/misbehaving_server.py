@@ -62,6 +62,10 @@ class Server:
             while time.monotonic() - self.started < self.misbehave.get("starting", 0) or self.stalled():
                 await asyncio.sleep(0.05)
             return web.json_response({"output_ids": [5], "meta_info": {}})
+        if not body.get("stream"):
+            answers = [{"output_ids": answer_ids(one, params["max_new_tokens"], length=self.misbehave.get("tokens"))}
+                       for one in (ids if ids and isinstance(ids[0], list) else [ids])]
+            return web.json_response(answers if ids and isinstance(ids[0], list) else answers[0])
         self.running += 1
         try:
             return await self.answer(request, body, ids, params)
@@ -121,6 +125,9 @@ class Server:
             "kv_cache_dtype": self.misbehave.get("kv_cache_dtype", self.flags.kv_cache_dtype),
             "context_length": self.flags.context_length, "tp_size": 1, "speculative_algorithm": None})
 
+    async def flush_cache(self, _):
+        return web.Response(text="flushed")
+
     async def metrics(self, _):
         lines = [f'sglang:num_running_reqs{{model_name="m"}} {self.running}', 'sglang:num_queue_reqs{model_name="m"} 0',
                  'sglang:token_usage{model_name="m"} 0.25', 'sglang:gen_throughput{model_name="m"} 123.0']
@@ -148,6 +155,7 @@ def main() -> None:
     app.router.add_get("/model_info", server.model_info)
     app.router.add_get("/get_server_info", server.server_info)  # the older name of one, the newer one of the other
     app.router.add_get("/metrics", server.metrics)
+    app.router.add_post("/flush_cache", server.flush_cache)
     web.run_app(app, host=flags.host, port=flags.port, print=lambda text: print(text, flush=True),
                 handle_signals=not misbehave.get("deaf"), shutdown_timeout=0.2, access_log=None)
 

@@ -69,7 +69,8 @@ class Status:
         elapsed = max(now - self.start, 1e-9)
         rate = (self.state["done"] - self.bar.began_at) / elapsed
         write_json(self.path, {
-            **self.state, "tokens": self.state["tokens"] + self.made, "errors": dict(self.errors.most_common()),
+            **self.state, "tokens": self.state["tokens"] + self.made, "tokens_made": self.made,
+            "seconds": round(elapsed, 3), "errors": dict(self.errors.most_common()),
             "tokens_per_s": round(self.made / elapsed, 1),
             "tokens_per_s_minute": round((self.made - before) / (now - began), 1) if now > began else None,
             "seconds_left": round((self.state["wanted"] - self.state["done"]) / rate) if rate else None,
