@@ -92,15 +92,18 @@ class Lease:
         self.urls, self.target, self.folder = urls, target, folder
         self.fingerprint: dict[str, Any] = {}
 
-    def state(self, url: str) -> str:
+    def state(self, url: str, patience: float = 60) -> str:
         """"ready", or "down" while it may come back. Raises Refusal if it will not, or is not what was asked for.
 
-        For a server that a supervisor owns its word counts; another one must generate a token.
+        For a server that a supervisor owns its word counts; another one must generate a token within `patience` s.
         """
         if self.folder is None:
-            if not supervisor.generates(url, 60):
+            if not supervisor.generates(url, patience):
                 return "down"
-            refuse_if_other(supervisor.fingerprint(url), self.target, url)
+            try:
+                refuse_if_other(supervisor.fingerprint(url), self.target, url)
+            except (OSError, ValueError):
+                return "down"
             return "ready"
         state = read_state(self.folder)
         if not alive(state):
