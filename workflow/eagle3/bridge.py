@@ -1,47 +1,145 @@
-"""Between Snakemake and DVC: key files for parameters, and the command that brings a stage up to date."""
+"""Between Snakemake and DVC, while the Snakefile is read: key files, the code of each stage, and what changed.
 
+A build in which nothing changed has to stay as quick as Snakemake alone, so what is learned from params.yaml, dvc.yaml,
+dvc.lock and the code is kept in `.build/bridge.json` under a stamp of those files, and only read again. Nothing heavy
+(pydantic, DVC) is imported on that path.
+"""
+
+import hashlib
+import json
 import os
-import shlex
 import sys
 from pathlib import Path
 
-from eagle3 import params as parameters
-from eagle3.files import write_text
-
-KEYS = Path(".build/keys")
+KEYS, KNOWN = Path(".build/keys"), Path(".build/bridge.json")
+SEEN, RUNNING = Path(".snakemake/eaglemake.seen"), Path(".build/running")
+TOUCHING = "EAGLEMAKE_TOUCHING"  # set in the Snakemake that sync.py starts, which must not sync in turn
 
 
 class Bridge:
-    def __init__(self):
-        self.params = parameters.load("params.yaml").model_dump()
-        self.definitions = parameters.read_yaml("dvc.yaml")
-        self.datasets = sorted(self.params["datasets"])
-        # The stage's `python` must be the one that runs this, whether its environment is activated or not.
-        folder = os.path.dirname(os.path.abspath(sys.executable))
-        if folder not in os.environ["PATH"].split(os.pathsep):
-            os.environ["PATH"] = folder + os.pathsep + os.environ["PATH"]
-        self.gate = f"{shlex.quote(sys.executable)} -m dvc --wait-for-lock repro --single-item"
+    """`datasets`: their names, sorted. `code`: files of each rule's script. Raises Refusal for a wrong params.yaml."""
 
-    def stages(self) -> list[str]:
-        """Every stage by DVC's name: 'train', 'prepare@alpaca', …"""
-        return [name if "foreach" not in definition else f"{name}@{dataset}"
-                for name, definition in self.definitions["stages"].items()
-                for dataset in (self.datasets if "foreach" in definition else [""])]
+    def __init__(self, is_main: bool):
+        self.is_main = is_main and TOUCHING not in os.environ
+        _set_environment()
+        known = _read_known()
+        stamp = _stamp()
+        if known.get("stamp") != stamp or not all((KEYS / f"{stage}.json").exists() for stage in known["stages"]):
+            from eagle3 import keys
 
-    def write_keys(self) -> None:
-        """Writes each stage's parameter slice to its key file, if it changed: so a key file's age is the slice's."""
-        for stage in self.stages():
-            slices = parameters.stage_slices(stage, self.definitions, self.params)
-            text = parameters.slice_text(self.params, slices) + "\n"
-            path = KEYS / f"{stage}.json"
-            if not path.exists() or path.read_text() != text:
-                write_text(path, text)
+            known = {"stamp": stamp, **keys.learn(write=self.is_main)}
+            _write(KNOWN, json.dumps(known))
+        self.datasets: list[str] = known["datasets"]
+        self.code: dict[str, list[str]] = known["code"]
+        if self.is_main:
+            for line in known["changes"]:
+                say(line)
+
+    def catch_up(self, rules) -> None:
+        """Tells Snakemake what happened outside it (dvc repro, pull, checkout, an edit by hand), if anything did."""
+        if not self.is_main or not _clear_locks():
+            return
+        seen = _fingerprint()
+        if not SEEN.exists() or SEEN.read_text() != seen:
+            from eagle3 import sync
+
+            if sync.run(rules, self.datasets):
+                _write(SEEN, _fingerprint())
+
+    def starting(self) -> None:
+        """A build begins: leaves this process's name, so that a lock can be told from what a kill left behind."""
+        _write(RUNNING, _identity(os.getpid()))
 
     def remember(self) -> None:
-        pass
+        """A build ended well: Snakemake knows the present state. After a failure it asks DVC the next time."""
+        if self.is_main:
+            _write(SEEN, _fingerprint())
 
 
-def open_bridge(exec_mode) -> Bridge:
-    bridge = Bridge()
-    bridge.write_keys()
-    return bridge
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _set_environment() -> None:
+    """What `python` and `eagle3` mean in a rule's shell, so that its text is the same on every machine: Snakemake takes
+    a changed text for changed code."""
+    folders = {"PATH": os.path.dirname(os.path.abspath(sys.executable)), "PYTHONPATH": os.path.abspath("workflow")}
+    for variable, folder in folders.items():
+        there = [part for part in os.environ.get(variable, "").split(os.pathsep) if part]
+        if folder not in there:
+            os.environ[variable] = os.pathsep.join([folder, *there])
+
+
+def _stamp() -> str:
+    """Changes when params.yaml, dvc.yaml, dvc.lock or a file of the code does."""
+    digest = hashlib.sha256()
+    for name in ("params.yaml", "dvc.yaml", "dvc.lock"):
+        digest.update(Path(name).read_bytes() if os.path.exists(name) else b"-")
+    for folder in ("workflow/eagle3", "workflow/scripts"):
+        for entry in sorted(os.scandir(folder), key=lambda e: e.name):
+            if entry.name.endswith(".py"):
+                stat = entry.stat()
+                digest.update(f"{entry.name} {stat.st_size} {stat.st_mtime_ns};".encode())
+    return digest.hexdigest()
+
+
+def _fingerprint() -> str:
+    """Changes when dvc.lock does, or any file in data/: its size, its time, or the time of the link to it."""
+    digest = hashlib.sha256(Path("dvc.lock").read_bytes() if os.path.exists("dvc.lock") else b"-")
+    folders = ["data"]
+    while folders:
+        for entry in sorted(os.scandir(folders.pop()), key=lambda e: e.name):
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(entry.path)
+                continue
+            link = entry.stat(follow_symlinks=False)
+            try:
+                file = entry.stat()
+            except OSError:  # a link into a cache that was emptied
+                file = link
+            digest.update(f"{entry.path} {file.st_size} {file.st_mtime_ns} {link.st_mtime_ns};".encode())
+    return digest.hexdigest()
+
+
+def _read_known() -> dict:
+    try:
+        return json.loads(KNOWN.read_text())
+    except (OSError, ValueError):
+        return {"stages": []}
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def _identity(pid: int) -> str:
+    """A process's number and start time: a number alone may belong to a later process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else f"{pid} {fields[19]}"
+
+
+def _clear_locks() -> bool:
+    """Removes what a killed Snakemake left: its locks, and its marks on unfinished outputs. False while one is running.
+
+    The marks would stop the next run; they are not needed, because no artifact has its final name before it is whole.
+    """
+    locks = list(Path(".snakemake/locks").glob("*"))
+    holder = RUNNING.read_text() if RUNNING.exists() else ""
+    pid = holder.partition(" ")[0]
+    if pid and holder == _identity(int(pid)) and int(pid) != os.getpid():
+        if locks:
+            say(f"another snakemake is building here as process {pid}; what it has finished is shown when it ends")
+        return not locks
+    marks = list(Path(".snakemake/incomplete").glob("*"))
+    if holder and (locks or marks):
+        _write(RUNNING, _identity(os.getpid()))  # before removing: a third one would remove this one's locks
+        for file in [*locks, *marks]:
+            file.unlink(missing_ok=True)
+        say(f"process {pid} was killed while it built here; its locks are removed, and what it had finished is kept")
+    return True

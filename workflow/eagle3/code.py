@@ -41,6 +41,12 @@ def _parse(path: Path, _changed: int, root: Path, is_script: bool) -> list[Path]
     return [file for file in files if (root / file).exists()]
 
 
+def undeclared(group: str, files: list[str], definitions: dict) -> list[str]:
+    """Code files of a stage that dvc.yaml (`definitions`) does not list among its deps."""
+    definition = definitions["stages"][group]
+    return sorted(set(files) - set(definition.get("do", definition).get("deps", [])))
+
+
 def with_declared_code(text: str, root: str | Path = ".") -> str:
     """The text of dvc.yaml with every stage's code files as they are imported now; comments and order stay."""
     lines: list[str] = []

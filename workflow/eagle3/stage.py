@@ -1,4 +1,4 @@
-"""What every stage does around its work: parameters, lock, watchdog, unchanged inputs, clear endings."""
+"""What every stage does around its work: parameters, lock, watchdog, unchanged inputs and code, clear endings."""
 
 import argparse
 import contextlib
@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Callable, Iterator
 
 from eagle3 import params as parameters
+from eagle3.code import code_files
 from eagle3.errors import Refusal
 from eagle3.process import exclusive, watch_ancestors
 from eagle3.progress import duration
 
 WORK = Path(".work")
+STARTED = "started.log"  # in WORK: one line per stage process that began its work, "SECONDS PID STAGE"
 
 
 class Stage:
@@ -35,18 +37,21 @@ class Stage:
 
 @contextlib.contextmanager
 def running(name: str, params_path: str | Path, inputs: list[str | Path]) -> Iterator[Stage]:
-    """Runs a stage's body. Raises Refusal if an input is missing, or was changed while the body ran.
+    """Runs a stage's body. Raises Refusal if an input is missing, or it or the code was changed while the body ran.
 
     The second would let DVC record an output beside inputs that did not make it.
     """
     watch_ancestors()
     stage = Stage(name, params_path)
     with exclusive(stage.work, f"stage {name}"):
+        with open(WORK / STARTED, "a") as log:
+            log.write(f"{time.time():.0f} {os.getpid()} {name}\n")
         inputs = [Path(params_path), *map(Path, inputs)]
-        before = _stamps(inputs)
+        code = code_files(name)
+        before = _stamps(inputs) | _contents(code)
         started = time.monotonic()
         yield stage
-        after = _stamps(inputs)
+        after = _stamps(inputs) | _contents(code)
         changed = sorted(str(path) for path in before.keys() | after.keys() if before.get(path) != after.get(path))
         if changed and not (changed == [str(params_path)] and _same_slices(stage, params_path)):
             raise Refusal(
@@ -67,6 +72,11 @@ def _stamps(paths: list[Path]) -> dict[Path, tuple]:
             stat = file.stat()
             stamps[file] = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
     return stamps
+
+
+def _contents(files: list[str]) -> dict[Path, bytes]:
+    """Small files are compared as they are: a checkout of another branch and back changes times only."""
+    return {Path(file): Path(file).read_bytes() for file in files if os.path.exists(file)}
 
 
 def _same_slices(stage: Stage, params_path: str | Path) -> bool:

@@ -1,4 +1,6 @@
 # The bridge to DVC: parameter slices become key files, a rule's shell becomes a DVC stage.
+#
+# No rule has `benchmark:`: Snakemake counts that file as an output, so a clone, which has none, would be stale.
 
 import os
 import re
@@ -6,13 +8,12 @@ import sys
 
 sys.path.insert(0, os.path.join(workflow.basedir, "workflow"))
 
-from eagle3 import bridge
-from eagle3.code import code_files
+from eagle3.bridge import Bridge
 from eagle3.errors import Refusal
 from snakemake.exceptions import WorkflowError
 
 try:
-    BRIDGE = bridge.open_bridge(workflow.exec_mode)
+    BRIDGE = Bridge(workflow.is_main_process)
 except Refusal as refusal:
     raise WorkflowError(str(refusal)) from None
 
@@ -25,7 +26,7 @@ wildcard_constraints:
 
 def stage_code(stage):
     """Files that a stage's script is made of."""
-    return code_files(stage)
+    return BRIDGE.code[stage]
 
 
 def half_the_cores(wildcards):
@@ -38,12 +39,12 @@ def half_the_cores(wildcards):
 
 def gate(stage):
     """Shell text that brings a stage up to date through DVC, and keeps what it says."""
-    return f"{BRIDGE.gate} {stage} 2>&1 | tee {{log}}"
+    return f"python -m eagle3.gate {stage} 2>&1 | tee {{log}}"
+
+
+onstart:
+    BRIDGE.starting()
 
 
 onsuccess:
-    BRIDGE.remember()
-
-
-onerror:
     BRIDGE.remember()

@@ -1,0 +1,208 @@
+"""python -m eagle3.gate STAGE: brings one stage up to date through DVC; the shell of every rule.
+
+It is `dvc --wait-for-lock repro --single-item STAGE`, with `--pull` where a remote is configured, with five differences:
+dvc.lock is replaced by rename (DVC writes over it, and a kill then cuts it off); a remote that cannot be reached is a
+warning; the remote is asked about this stage alone; outputs are linked into the cache, not copied; and a cached file
+that was written through its link is not trusted.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import dvc.dvcfile
+import dvc.output
+import yaml
+from dvc.exceptions import DvcException
+from dvc.lock import LockError
+from dvc.repo import Repo, lock_repo
+from dvc.stage.exceptions import StageCmdFailedError
+
+# Stages that take over rows of their earlier artifact: it is fetched if only the remote has it.
+REUSES = ("generate", "extract")
+UNREACHABLE, PATIENCE = Path(".build/remote-unreachable"), 600.0  # seconds in which the remote is not tried again
+
+
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):
+    """Writes what DVC's own writer writes, byte for byte, some twenty times as fast."""
+
+    def ignore_aliases(self, data):
+        return True
+
+
+_Dumper.add_multi_representer(dict, lambda dumper, data: dumper.represent_mapping("tag:yaml.org,2002:map", data.items()))
+_Dumper.add_representer(float, lambda dumper, value: dumper.represent_scalar("tag:yaml.org,2002:float", repr(value)))
+
+
+@contextlib.contextmanager
+def replacing_yaml(path, fs=None):
+    """Stands in for DVC's `modify_yaml`: yields the content of dvc.lock, and replaces the file by rename."""
+    from dvc.utils.serialize import load_yaml
+
+    content = load_yaml(path) if os.path.exists(path) else {}
+    yield content
+    temporary = f"{path}.{os.getpid()}.tmp"
+    with open(temporary, "w", encoding="utf-8") as file:
+        yaml.dump(content, file, _Dumper, default_flow_style=False, sort_keys=False, allow_unicode=True)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+_transfer = dvc.output.otransfer
+
+
+def _linking(*args, **kwargs):
+    """Stands in for DVC's transfer of an output to its cache, which would copy it: the file gets its second name there,
+    and DVC then puts a symbolic link in the place of the first."""
+    return _transfer(*args, **{**kwargs, "hardlink": True})
+
+
+def bring_up_to_date(name: str) -> None:
+    """Raises DvcException if the stage fails."""
+    repair_rwlock()
+    dvc.dvcfile.modify_yaml = replacing_yaml
+    dvc.output.otransfer = _linking
+    with Repo(_wait_for_lock=True) as repo:
+        with lock_repo(repo):
+            stage = repo.stage.collect(name)[0]
+            changed = stage.changed()
+            if changed:
+                drop_damaged(repo, stage)
+        if not changed:
+            print(f"{name}: unchanged", flush=True)
+            return
+        if repo.config["core"].get("remote") and _reachable():
+            fetch(repo, name)
+        repo.reproduce([name], single_item=True)
+
+
+def fetch(repo: Repo, name: str) -> None:
+    """Brings from the remote what this stage needs: its recorded output, or one that somebody made of the same inputs."""
+    try:
+        with lock_repo(repo):
+            stage = repo.stage.collect(name)[0]
+            if not stage.changed(allow_missing=True):
+                print(f"{name}: fetching the recorded result from the remote", flush=True)
+                repo.fetch([name])
+            elif entry := _run_cache_entry(repo, stage):
+                print(f"{name}: fetching a result of the same inputs from the remote", flush=True)
+                for objects in repo.stage_cache._create_stage(entry, wdir=stage.wdir).get_used_objs().values():
+                    repo.cloud.pull(objects)
+            elif name.partition("@")[0] in REUSES and all(out.hash_info for out in stage.outs):
+                if any(out.changed_cache() for out in stage.outs):
+                    print(f"{name}: fetching its earlier rows from the remote", flush=True)
+                    repo.fetch([name])
+    except LockError:
+        raise
+    except Exception as error:  # each kind of remote raises its own
+        UNREACHABLE.parent.mkdir(exist_ok=True)
+        UNREACHABLE.touch()
+        print(f"warning: {name}: the remote gave nothing ({_first_line(error)}); building without it", flush=True)
+
+
+def _run_cache_entry(repo: Repo, stage) -> dict | None:
+    """What the run cache, here or in the remote, has for a stage's present command, dependencies and parameters."""
+    from dvc.stage.cache import _can_hash, _get_stage_hash
+
+    for dep in stage.deps:
+        if not dep.exists:
+            return None
+    stage.save_deps()
+    if not _can_hash(stage):
+        return None
+    cache = repo.stage_cache
+    if not cache._load(stage):
+        key = _get_stage_hash(stage)
+        remote = repo.cloud.get_remote_odb(None, "fetch --run-cache", hash_name="md5-dos2unix")
+        folder = remote.fs.join(remote.path, "runs", key[:2], key)
+        for file in remote.fs.find(folder) if remote.fs.exists(folder) else []:
+            local = os.path.join(cache._get_cache_dir(key), remote.fs.name(file))
+            os.makedirs(os.path.dirname(local), exist_ok=True)
+            remote.fs.get_file(file, f"{local}.tmp")
+            os.replace(f"{local}.tmp", local)
+    return cache._load(stage)
+
+
+def drop_damaged(repo: Repo, stage) -> None:
+    """Removes from the cache what no longer is what its name says: an output edited in place, through its link.
+
+    DVC takes a read-only file of its cache at its word, would link the damaged one again, and record it as the result.
+    Only objects changed since DVC last saw them are read.
+    """
+    for out in stage.outs:
+        path = Path(out.fs_path)
+        for file in ([path] if path.is_symlink() else path.rglob("*") if path.is_dir() else []):
+            target = Path(os.path.realpath(file))
+            if file.is_symlink() and target.is_file() and Path(repo.cache.local.path) in target.parents:
+                _drop_if_damaged(repo, target)
+
+
+def _drop_if_damaged(repo: Repo, path: Path) -> None:
+    from dvc_data.hashfile.hash import file_md5
+
+    named = path.parent.name + path.name
+    _, known = repo.state.get(str(path), repo.cache.local.fs)
+    if known is None and file_md5(str(path), repo.cache.local.fs) != named:
+        print(f"{path.name[:8]}: changed inside the cache by an edit of the file linked to it; discarded", flush=True)
+        path.chmod(0o644)
+        path.unlink()
+
+
+def repair_rwlock() -> None:
+    """Removes a list of path locks that a kill cut off; the guard beside it, held while it is written, shows that no
+    one is writing it."""
+    path = Path(".dvc/tmp/rwlock")
+    if not path.exists():
+        return
+    from dvc.lock import make_lock
+
+    with contextlib.suppress(LockError), make_lock(f"{path}.lock", tmp_dir=str(path.parent), wait=False):
+        try:
+            json.loads(path.read_text() or "x")
+        except FileNotFoundError:
+            pass
+        except ValueError:
+            path.unlink()
+
+
+def _reachable() -> bool:
+    return not (UNREACHABLE.exists() and time.time() - UNREACHABLE.stat().st_mtime < PATIENCE)
+
+
+def _first_line(error: BaseException) -> str:
+    while error.__cause__ is not None and not str(error).strip():
+        error = error.__cause__
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def main(name: str) -> int:
+    said = False
+    while True:
+        try:
+            bring_up_to_date(name)
+            return 0
+        except LockError as error:  # a path is being read or written by another dvc; the repository's lock is waited for
+            if not said:
+                print(f"{name}: waiting. {error}", flush=True)
+            said = True
+            time.sleep(2)
+        except DvcException as error:
+            cause: BaseException | None = error
+            while cause is not None:
+                if isinstance(cause, LockError):
+                    break
+                print(f"error: {cause}", file=sys.stderr, flush=True)
+                if isinstance(cause, StageCmdFailedError):
+                    return 1
+                cause = cause.__cause__
+            if cause is None:
+                return 1
+            time.sleep(2)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
