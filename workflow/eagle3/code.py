@@ -2,7 +2,7 @@
 
 import ast
 import re
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 SCRIPTS, LIBRARY = Path("workflow/scripts"), Path("workflow")
@@ -26,7 +26,7 @@ def _imported(root: Path, file: Path) -> list[Path]:
     return _parse(path, path.stat().st_mtime_ns, root, file.parent == SCRIPTS)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _parse(path: Path, _changed: int, root: Path, is_script: bool) -> list[Path]:
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_bytes())):
@@ -50,7 +50,8 @@ def undeclared(group: str, files: list[str], definitions: dict) -> list[str]:
 def with_declared_code(text: str, root: str | Path = ".") -> str:
     """The text of dvc.yaml with every stage's code files as they are imported now; comments and order stay."""
     lines: list[str] = []
-    stage, in_deps = "", False
+    stage = indent = ""
+    in_deps = False
     for line in [*text.splitlines(), ""]:
         if match := re.match(r"  ([a-z_]+):$", line):
             stage = match[1]

@@ -6,8 +6,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Callable, Iterator
 
 from eagle3 import params as parameters
 from eagle3.code import code_files

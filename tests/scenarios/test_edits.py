@@ -1,0 +1,125 @@
+"""What an edit makes stale, in both tools. Alone: python -m pytest tests/scenarios/test_edits.py
+
+The numbers are those of the scenario table in docs/build.md. In every test each tool works on a copy of its own; what
+ran is what began its work, by the stages' own record.
+"""
+
+import tiny
+import yaml
+
+from scenarios.conftest import at_once
+
+
+def everywhere(pair, check) -> None:
+    """Runs `check(project, tool)` for both tools, side by side."""
+    at_once(*(lambda p=project, t=tool: check(p, t) for project, tool in zip(pair, ("snakemake", "dvc"))))
+
+
+def test_01_nothing_changed(copy):
+    project = copy("project")
+    project.assert_fresh()
+    assert "Nothing to be done" in project.snakemake()
+    assert "up to date" in project.dvc("repro")
+    assert project.ran() == []
+
+
+def test_04_comment_in_an_early_script_stops_at_that_stage(pair):
+    """Catalogue G10, H20."""
+    def check(project, tool):
+        project.comment("workflow/scripts/prepare.py")
+        assert project.stale() == {"prepare@one"}
+        assert "prepare@one" in project.planned() and "target" not in project.planned()
+        project.build(tool)
+        assert project.ran() == ["prepare@one"]
+        project.assert_fresh()
+
+    everywhere(pair, check)
+
+
+def test_05_06_temperature_there_and_back(pair):
+    """Built by one tool, the other has nothing to do; put back, nothing executes. Catalogue G11, H02."""
+    def check(project, tool):
+        project.edit_params(generate__sampling__temperature=0.7)
+        assert project.stale() == {"generate@one"}
+        said = project.snakemake("-n", "bench")
+        assert "generate.sampling.temperature 0 -> 0.7 (generate@one)" in said
+        project.build(tool)
+        ran = project.ran()
+        assert ran[:2] == ["generate@one", "tokenize@one"] and set(ran[2:]) == {"vocab", "extract@one", "train", "bench"}
+        project.assert_fresh()
+        project.edit_params(generate__sampling__temperature=0)
+        assert "generate@one" in project.planned()
+        project.build(tool)
+        project.assert_fresh()
+
+    everywhere(pair, check)
+
+
+def test_08_a_data_set_comes_and_goes(pair, tmp_path):
+    """Its own chain, then what reads all data sets; removed again, nothing is left of it and nothing executes."""
+    rows = tiny.make_rows(tmp_path / "given.jsonl", 8, seed=2, answered=True)
+
+    def check(project, tool):
+        before = (project / "params.yaml").read_text()
+        project.edit_params(datasets__given={"answers": "on_policy", "source": {"path": str(rows)}, "max_samples": 4})
+        assert "datasets.given added (vocab)" in project.snakemake("-n", "bench")
+        project.build(tool)
+        ran = project.ran()
+        assert sorted(ran) == sorted(["prepare@given", "generate@given", "tokenize@given", "extract@given", "vocab",
+                                      "train", "bench"])
+        project.assert_fresh()
+        (project / "params.yaml").write_text(before)
+        assert {"vocab", "train", "bench"} <= project.planned()
+        project.build(tool)
+        assert set(project.ran()) <= {"vocab", "train", "bench"}
+        assert not (project / "data/records/given.parquet").exists()
+        assert not (project / "data/hidden_states/given").exists()
+        project.assert_fresh()
+
+    everywhere(pair, check)
+
+
+def test_09_a_raised_cap_generates_the_difference(pair):
+    def check(project, tool):
+        rows = (project / "data/responses/one/raw_responses.jsonl").read_text().splitlines()
+        project.edit_params(datasets__one__max_samples=9)
+        said = project.build(tool)
+        assert "one: 9 wanted, 6 done, 3 to go" in said
+        assert set(project.ran()) == {"prepare@one", "generate@one", "tokenize@one", "vocab", "extract@one", "train",
+                                      "bench"}
+        more = (project / "data/responses/one/raw_responses.jsonl").read_text().splitlines()
+        assert len(more) == 9 and set(rows) <= set(more)
+        project.assert_fresh()
+
+    everywhere(pair, check)
+
+
+def test_10_15_tuning_and_form_change_nothing(copy):
+    """`server.*`, `runtime.*`, order, layout, comments, 1 -> 1.0, and an edit that was taken back. Catalogue G08, H25."""
+    project = copy("project")
+    content = tiny.read_params(project.folder)
+    content["server"] = {"idle_timeout": 7}
+    content["runtime"]["batch_size"] = 2
+    content["bench"]["min_accept_length"] = 1
+    content["train"]["lr"] = 1e-3
+    backwards = {key: content[key] for key in reversed(content)}
+    text = yaml.safe_dump(backwards, sort_keys=False, default_flow_style=None).replace("lr: 0.001", "lr: 1.0e-3")
+    (project / "params.yaml").write_text("# another look\n" + text)
+    project.assert_fresh()
+    project.edit_params(train__lr=0.5)
+    assert project.planned() == {"train", "bench"}
+    project.edit_params(train__lr=0.001)
+    project.assert_fresh()
+
+
+def test_16_a_helper_module_reaches_exactly_its_importers(pair):
+    """`export` is imported by train and bench only; its comment changes no weight."""
+    def check(project, tool):
+        project.comment("workflow/eagle3/export.py")
+        assert project.stale() == {"train", "bench"}
+        assert project.planned() == {"train", "bench"}
+        project.build(tool)
+        assert project.ran() == ["train", "bench"]
+        project.assert_fresh()
+
+    everywhere(pair, check)
