@@ -6,10 +6,7 @@ stale there as well. Nothing stale is ever touched.
 """
 
 import os
-<<<<<<< HEAD
-=======
 import re
->>>>>>> main
 import subprocess
 import sys
 from pathlib import Path
@@ -76,11 +73,7 @@ def describe(entries: list) -> str:
 def first_outputs(rules, stages: list[str]) -> list[str]:
     """One output file of each stage's job; Snakemake touches the others with it."""
     patterns = {rule.name: str(rule.output[0]) for rule in rules if rule.output}
-<<<<<<< HEAD
-    return [patterns[group].replace("{dataset}", name)
-=======
     return [re.sub(r"\{dataset\b[^}]*\}", name, patterns[group])  # Snakemake adds the allowed names: {dataset,one|two}
->>>>>>> main
             for group, _, name in (stage.partition("@") for stage in stages) if group in patterns]
 
 
