@@ -39,7 +39,7 @@ def make_target(folder: Path, **info) -> Target:
 
 def server_settings(**more) -> schema.Server:
     return schema.Server(**{"command": COMMAND, "port": free_port(), "start_timeout": 60, "restart_backoff": 0.05,
-                            "stop_timeout": 3, **more})
+                            "stop_timeout": 3, "idle_timeout": 0, **more})
 
 
 def requests(count: int, max_new_tokens: int = 16) -> list[Request]:
