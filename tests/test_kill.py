@@ -34,9 +34,7 @@ def make_folder(folder: Path, count: int, settings) -> Path:
         ids = [int(word) for word in messages[0]["content"].split()] + [5]
         made.append(prompts.Prompt(f"row{i:05}", messages, [], ids, i))
     serving.make_target(folder / "target")
-    with prompts.writing(folder / "prompts.parquet") as writer:
-        for prompt in made:
-            writer.add(prompt)
+    prompts.write(folder / "prompts.parquet", made, [], {})
     (folder / "settings.json").write_text(json.dumps({"server": settings.model_dump(), "concurrency": 8}))
     return folder
 
