@@ -10,11 +10,10 @@ import sys
 import time
 from pathlib import Path
 
-from misbehaving_server import answer_ids
-
 from eagle3 import schema, supervisor
 from eagle3.engines import Request
 from eagle3.target import Target
+from misbehaving_server import answer_ids
 
 SERVER = Path(__file__).parent / "misbehaving_server.py"
 COMMAND = [sys.executable, str(SERVER)]

@@ -14,9 +14,8 @@ from collections import Counter
 from pathlib import Path
 
 import serving
-from serving import wait_until
-
 from eagle3 import prompts, server
+from serving import wait_until
 
 KILLS = int(os.environ.get("KILLS", "8"))
 WORKER = Path(__file__).parent / "answer_worker.py"
@@ -33,7 +32,8 @@ def make_folder(folder: Path, count: int, settings) -> Path:
                          {"role": "assistant", "content": None}]
         ids = [int(word) for word in messages[0]["content"].split()] + [5]
         made.append(prompts.Prompt(f"row{i:05}", messages, [], ids, i))
-    serving.make_target(folder / "target")
+    folder.mkdir()
+    (folder / "target").symlink_to(folder.parent / "t")  # one target, so one server
     prompts.write(folder / "prompts.parquet", made, [], {})
     (folder / "settings.json").write_text(json.dumps({"server": settings.model_dump(), "concurrency": 8}))
     return folder
@@ -55,10 +55,11 @@ def test_killed_at_random_nothing_is_lost_repeated_or_mixed(in_tmp, monkeypatch)
     monkeypatch.setenv("MISBEHAVE", json.dumps({"late": 0.05, "cut": 0.02, "refuse": 0.02}))
     settings = serving.server_settings(max_restarts=10**6, restart_backoff=0.01)
     count = 60 + 60 * KILLS
+    target = serving.make_target(in_tmp / "t")
     calm, wild = (make_folder(in_tmp / name, count, settings) for name in ("calm", "wild"))
     chooser = random.Random()
     killed: Counter = Counter()
-    with server.lease(settings, serving.make_target(in_tmp / "t"), say=print):  # one server, which outlives its users
+    with server.lease(settings, target, say=print):  # one server, which outlives its users
         worker, last = run(wild), 0
         while sum(killed.values()) < KILLS:
             wait_until(lambda: len(lines(wild)) > last or worker.poll() is not None, 120)  # noqa: B023

@@ -14,10 +14,9 @@ import time
 
 import pytest
 import serving
-from serving import gone, wait_until
-
 from eagle3 import schema, server, supervisor
 from eagle3.errors import Refusal
+from serving import gone, wait_until
 
 LIBRARY = serving.SERVER.parents[1] / "workflow"
 

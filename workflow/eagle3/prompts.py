@@ -69,7 +69,7 @@ def select(rows: Iterable[tuple[int, dict | Exception]], dataset, limits, render
     cap = dataset.max_samples
     kept: list[tuple[int, int, int, int]] = []  # with a cap, a heap whose top is the row that a better one pushes out
     Path(".work/tmp").mkdir(parents=True, exist_ok=True)
-    file = tempfile.TemporaryFile(dir=".work/tmp")  # noqa: SIM115  (lives as long as what is read from it)
+    file = tempfile.TemporaryFile(dir=".work/tmp")
     for number, row in rows:
         total += 1
         try:
