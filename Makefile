@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 CORES ?= all
 
-.PHONY: drafter bench plan trace push test test-recipe test-slurm deps docs lint
+.PHONY: drafter bench plan trace push status test test-recipe test-sglang test-slurm deps docs lint
 
 drafter: $(VENV)/ready
 	snakemake --cores $(CORES) drafter
@@ -26,12 +26,21 @@ trace: $(VENV)/ready
 push: $(VENV)/ready
 	python workflow/scripts/push.py $(ARGS)
 
+# How generation stands: during a build, and after a crash. make status ARGS=--watch
+status: $(VENV)/ready
+	@python workflow/scripts/status.py $(ARGS)
+
 test: $(VENV)/ready-test
 	python -m pytest -q tests
 
 # The whole Kimi recipe on a tiny model of its architecture; minutes.
 test-recipe: $(VENV)/ready-test
 	EAGLEMAKE_RECIPE=1 python -m pytest -q tests/test_kimi_recipe.py
+
+# A real SGLang: life cycle, answers, fingerprint, kills. SGLANG is a command that takes launch_server's flags.
+test-sglang: $(VENV)/ready-test
+	SGLANG="$(or $(SGLANG),$(error SGLANG=command, for example SGLANG="python3 -m sglang.launch_server"))" \
+	    python -m pytest -q tests/test_real_sglang.py
 
 # The slurm profile against a SLURM of this machine's own; needs root and Debian's slurmctld, slurmd, slurm-client, munge.
 test-slurm: $(VENV)/ready-test

@@ -10,11 +10,10 @@ import sys
 import time
 from pathlib import Path
 
-from misbehaving_server import answer_ids
-
 from eagle3 import schema, supervisor
 from eagle3.engines import Request
 from eagle3.target import Target
+from misbehaving_server import answer_ids
 
 SERVER = Path(__file__).parent / "misbehaving_server.py"
 COMMAND = [sys.executable, str(SERVER)]
@@ -39,7 +38,7 @@ def make_target(folder: Path, **info) -> Target:
 
 def server_settings(**more) -> schema.Server:
     return schema.Server(**{"command": COMMAND, "port": free_port(), "start_timeout": 60, "restart_backoff": 0.05,
-                            "stop_timeout": 3, **more})
+                            "stop_timeout": 3, "idle_timeout": 0, **more})
 
 
 def requests(count: int, max_new_tokens: int = 16) -> list[Request]:

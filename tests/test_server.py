@@ -14,10 +14,9 @@ import time
 
 import pytest
 import serving
-from serving import gone, wait_until
-
 from eagle3 import schema, server, supervisor
 from eagle3.errors import Refusal
+from serving import gone, wait_until
 
 LIBRARY = serving.SERVER.parents[1] / "workflow"
 
@@ -128,7 +127,7 @@ def test_a_stuck_server_is_ended_and_restarted(target, monkeypatch):
         os.kill(before, signal.SIGSTOP)
         lease.report_stuck()
         wait_until(lambda: server.read_state()["restarts"] == 1 and server.read_state()["phase"] == "ready")
-        assert gone(before) and "gave no token" in server.read_state()["reason"]
+        assert gone(before) and "gave no token" in server.read_state()["last_crash"]
 
 
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
@@ -225,20 +224,17 @@ def test_warming_needs_a_build_and_ends_with_it(target, monkeypatch):
     settings = serving.server_settings(idle_timeout=600)
     server.warm(settings, target, say=lambda text: None)
     assert not server.read_state()  # nobody drives this process: nothing was started
-    build = textwrap.dedent(f"""
-        import subprocess, sys, time
-        subprocess.run([sys.executable, "-c", '''
-import sys; sys.path[:0] = [{str(LIBRARY)!r}]
-from pathlib import Path
-from eagle3 import schema, server
-from eagle3.target import Target
-settings = schema.Server.model_validate_json({settings.model_dump_json()!r})
-server.warm(settings, Target(Path({str(target.folder)!r})), say=print)
-'''], check=True)
-        time.sleep(3600)
-    """)
-    (target.folder.parent / "snakemake").write_text(build)
-    driver = subprocess.Popen([sys.executable, str(target.folder.parent / "snakemake")], stdout=subprocess.DEVNULL)
+    warming, build = target.folder.parent / "warming.py", target.folder.parent / "snakemake"
+    warming.write_text(textwrap.dedent(f"""
+        import sys; sys.path[:0] = [{str(LIBRARY)!r}]
+        from pathlib import Path
+        from eagle3 import schema, server
+        from eagle3.target import Target
+        settings = schema.Server.model_validate_json({settings.model_dump_json()!r})
+        server.warm(settings, Target(Path({str(target.folder)!r})), say=print)
+    """))
+    build.write_text(f"import subprocess, sys, time\nsubprocess.run([sys.executable, {str(warming)!r}])\ntime.sleep(3600)\n")
+    driver = subprocess.Popen([sys.executable, str(build)], stdout=subprocess.DEVNULL)
     wait_until(lambda: server.read_state().get("phase") == "ready")
     with server.lease(settings, target, say=lambda text: None):  # attaches; ending it leaves the warm server
         members = group_of(server.read_state())

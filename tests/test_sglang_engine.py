@@ -5,7 +5,6 @@ import time
 
 import pytest
 import serving
-
 from eagle3 import schema
 from eagle3.engines import Request
 from eagle3.errors import Refusal

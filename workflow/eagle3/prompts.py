@@ -4,12 +4,16 @@ Columns: `id` (hash of messages and tools), `messages` and `tools` (JSON text, s
 every key), `prompt_ids` (int32 list: the first turn with the generation prompt), `source_row`.
 """
 
+import dataclasses
 import heapq
+import itertools
 import json
+import tempfile
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterable, Iterator
+from typing import IO
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
@@ -38,16 +42,34 @@ def rank(identifier: str) -> int:
     return xxhash.xxh3_64_intdigest(identifier.encode())
 
 
-def select(rows: Iterable[tuple[int, dict | Exception]], dataset, limits, renderer: Renderer):
-    """(prompts in order of rank, rejects, stats). Memory is bounded by `max_samples` rows where that is set.
+class Kept:
+    """The chosen prompts in order of rank, each read from a temporary file when its turn comes."""
+
+    def __init__(self, file: IO[bytes], offsets: list[int]):
+        self.file, self.offsets = file, offsets
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def __iter__(self) -> Iterator[Prompt]:
+        for offset in self.offsets:
+            self.file.seek(offset)
+            yield Prompt(**json.loads(self.file.readline()))
+
+
+def select(rows: Iterable[tuple[int, dict | Exception]], dataset, limits, renderer: Renderer) -> tuple[Kept, list, dict]:
+    """(prompts in order of rank, rejects, stats). Memory: a small entry per usable row, none of the rows themselves.
 
     `dataset` and `limits` are the sections `datasets.NAME` and `prompts` of params.yaml.
     """
     rejects: list[dict] = []
     reasons: Counter = Counter()
-    seen: set[str] = set()
+    seen: set[bytes] = set()
     total = duplicates = 0
-    kept: list[tuple[int, int, Prompt]] = []  # a heap whose top is the row that a better one would push out
+    cap = dataset.max_samples
+    kept: list[tuple[int, int, int, int]] = []  # with a cap, a heap whose top is the row that a better one pushes out
+    Path(".work/tmp").mkdir(parents=True, exist_ok=True)
+    file = tempfile.TemporaryFile(dir=".work/tmp")
     for number, row in rows:
         total += 1
         try:
@@ -56,20 +78,24 @@ def select(rows: Iterable[tuple[int, dict | Exception]], dataset, limits, render
             reasons[reject.reason] += 1
             rejects.append({"row": number, "reason": reject.reason, "detail": reject.detail})
             continue
-        if prompt.id in seen:
+        identity = bytes.fromhex(prompt.id)
+        if identity in seen:
             duplicates += 1
             continue
-        seen.add(prompt.id)
-        entry = (-rank(prompt.id), number, prompt)
-        if dataset.max_samples is not None and len(kept) >= dataset.max_samples:
-            heapq.heappushpop(kept, entry)
+        seen.add(identity)
+        entry = (-rank(prompt.id), -number, file.tell(), len(prompt.prompt_ids))
+        if cap is None or len(kept) < cap:
+            heapq.heappush(kept, entry) if cap else kept.append(entry)
+        elif entry > kept[0]:
+            heapq.heapreplace(kept, entry)
         else:
-            heapq.heappush(kept, entry)
-    prompts = [entry[2] for entry in sorted(kept, key=lambda e: (-e[0], e[1]))]
-    stats = {"rows": total, "usable": len(seen), "kept": len(prompts), "duplicates": duplicates,
+            continue
+        file.write(json.dumps(dataclasses.asdict(prompt)).encode() + b"\n")
+    kept.sort(reverse=True)
+    stats = {"rows": total, "usable": len(seen), "kept": len(kept), "duplicates": duplicates,
              "rejected": sum(reasons.values()), "reasons": dict(sorted(reasons.items())),
-             "prompt_tokens": sum(len(p.prompt_ids) for p in prompts)}
-    return prompts, rejects, stats
+             "prompt_tokens": sum(tokens for _, _, _, tokens in kept)}
+    return Kept(file, [offset for _, _, offset, _ in kept]), rejects, stats
 
 
 def _prompt(number: int, row, dataset, limits, renderer: Renderer) -> Prompt:
@@ -102,19 +128,19 @@ def refuse_if_too_many_rejected(name: str, stats: dict, limit: float) -> None:
             f"{limit} allows ({reasons}); set datasets.{name}.format or columns, or raise the limit")
 
 
-def write(path: str | Path, prompts: list[Prompt], rejects: list[dict], stats: dict) -> None:
+def write(path: str | Path, prompts: Iterable[Prompt], rejects: list[dict], stats: dict) -> None:
     """Writes the Parquet file and, beside it, NAME.rejects.jsonl and NAME.stats.json."""
-    path = Path(path)
-    table = pa.table({
-        "id": [p.id for p in prompts],
-        "messages": [canonical_json(p.messages) for p in prompts],
-        "tools": [canonical_json(p.tools) for p in prompts],
-        "prompt_ids": [p.prompt_ids for p in prompts],
-        "source_row": [p.source_row for p in prompts]}, schema=SCHEMA)
+    path, prompts = Path(path), iter(prompts)
     write_jsonl(path.with_suffix(".rejects.jsonl"), rejects)
     write_json(path.with_suffix(".stats.json"), stats)
-    with replacing(path) as temporary:
-        parquet.write_table(table, temporary, row_group_size=4096)
+    with replacing(path) as temporary, parquet.ParquetWriter(temporary, SCHEMA) as writer:
+        while batch := list(itertools.islice(prompts, 4096)):
+            writer.write_table(pa.table({
+                "id": [p.id for p in batch],
+                "messages": [canonical_json(p.messages) for p in batch],
+                "tools": [canonical_json(p.tools) for p in batch],
+                "prompt_ids": [p.prompt_ids for p in batch],
+                "source_row": [p.source_row for p in batch]}, schema=SCHEMA))
 
 
 def read(path: str | Path) -> Iterator[Prompt]:

@@ -117,7 +117,7 @@ def of_server(endpoints: list[str]) -> list[str]:
     line = f"server {state['url']}: {state['phase']} for {since}, {state['restarts']} restarts"
     if state["phase"] == "ready":
         line += f", {metrics(state['url']) or 'no metrics'}"
-    return [line + (f" ({state['reason'].splitlines()[0]})" if state.get("reason") else "")]
+    return [line + (f" (the last: {state['last_crash'].splitlines()[0]})" if state.get("last_crash") else "")]
 
 
 def metrics(url: str) -> str:

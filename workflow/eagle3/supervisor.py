@@ -194,7 +194,7 @@ class Supervisor:
             if self.restarts > self.spec["max_restarts"] or not self.state.get("fingerprint"):
                 raise Failed(cause)
             pause = min(60.0, self.spec["backoff"] * 2 ** (self.restarts - 1))
-            self.tell("restarting", reason=cause, restarts=self.crashes, pause=pause)
+            self.tell("restarting", reason=cause, last_crash=cause, restarts=self.crashes, pause=pause)
             end = time.monotonic() + pause
             while time.monotonic() < end:
                 if not self._wanted():
@@ -218,7 +218,7 @@ class Supervisor:
                 raise Failed(f"cannot run {self.spec['command'][0]} ({error.strerror}); set server.python or "
                              "server.command in params.yaml") from None
         self.guard = subprocess.Popen(
-            ["/bin/sh", "-c", 'read _; kill -KILL -- "-$0"', str(self.server.pid)], stdin=subprocess.PIPE,
+            ["/bin/sh", "-c", 'read _; kill -9 "-$0"', str(self.server.pid)], stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
         self.tell("starting")
 

@@ -2,6 +2,8 @@
 
 import _path  # noqa: F401, I001  (first: see there)
 import argparse
+import subprocess
+import sys
 from pathlib import Path
 
 from eagle3 import prompts, sources
@@ -14,6 +16,8 @@ def build(arguments: argparse.Namespace) -> None:
     name = arguments.dataset
     with running(f"prepare@{name}", arguments.params, [arguments.target]) as stage:
         dataset, limits = stage.params.datasets[name], stage.params.prompts
+        if stage.params.server.warm and dataset.answers == "generate":
+            warm_server(arguments)
         renderer = Renderer(Target(arguments.target))
         kept, rejects, stats = prompts.select(sources.rows(dataset.source), dataset, limits, renderer)
         prompts.refuse_if_too_many_rejected(name, stats, limits.max_reject_rate)
@@ -21,6 +25,15 @@ def build(arguments: argparse.Namespace) -> None:
         reasons = ", ".join(f"{reason} {count}" for reason, count in stats["reasons"].items())
         stage.say(f"{stats['kept']} of {stats['usable']} usable prompts kept, {stats['rows']} rows read, "
                   f"{stats['duplicates']} duplicates, {stats['rejected']} rejected{f' ({reasons})' if reasons else ''}")
+
+
+def warm_server(arguments: argparse.Namespace) -> None:
+    """Has the server start while rows become prompts. Not a dependency of anything: a program of its own, whose code
+    is none of this stage's, and which does nothing where no build drives it or another engine answers."""
+    subprocess.Popen(
+        [sys.executable, Path(__file__).with_name("server.py"), "warm", "--params", arguments.params,
+         "--target", arguments.target],
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,95 @@
+"""kill -9 at random, of the generator and of the server. Alone: KILLS=200 python -m pytest tests/test_kill.py
+
+No acknowledged row is lost, none is there twice, and the final file is the one of an undisturbed run, byte by byte.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import serving
+from eagle3 import prompts, server
+from serving import wait_until
+
+KILLS = int(os.environ.get("KILLS", "8"))
+WORKER = Path(__file__).parent / "answer_worker.py"
+
+
+def make_folder(folder: Path, count: int, settings) -> Path:
+    """Prompts of one, two or three turns; the same ones in every folder."""
+    chooser = random.Random(0)
+    made = []
+    for i in range(count):
+        messages = []
+        for _ in range(chooser.choice((1, 1, 2, 3))):
+            messages += [{"role": "user", "content": f"{7 + i % 390} {i // 390 + 3} {chooser.randrange(3, 400)}"},
+                         {"role": "assistant", "content": None}]
+        ids = [int(word) for word in messages[0]["content"].split()] + [5]
+        made.append(prompts.Prompt(f"row{i:05}", messages, [], ids, i))
+    folder.mkdir()
+    (folder / "target").symlink_to(folder.parent / "t")  # one target, so one server
+    prompts.write(folder / "prompts.parquet", made, [], {})
+    (folder / "settings.json").write_text(json.dumps({"server": settings.model_dump(), "concurrency": 8}))
+    return folder
+
+
+def lines(folder: Path) -> list[bytes]:
+    """Whole lines of the journal."""
+    path = folder / "work/journal.jsonl"
+    return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+
+
+def run(folder: Path) -> subprocess.Popen:
+    with open(folder / "worker.log", "ab") as log:
+        return subprocess.Popen([sys.executable, str(WORKER), str(folder)], cwd=folder.parent, stdout=log, stderr=log)
+
+
+def test_killed_at_random_nothing_is_lost_repeated_or_mixed(in_tmp, monkeypatch):
+    """Catalogue C01, C03, A14, C18."""
+    monkeypatch.setenv("MISBEHAVE", json.dumps({"late": 0.05, "cut": 0.02, "refuse": 0.02}))
+    settings = serving.server_settings(max_restarts=10**6, restart_backoff=0.01)
+    count = 60 + 60 * KILLS
+    target = serving.make_target(in_tmp / "t")
+    calm, wild = (make_folder(in_tmp / name, count, settings) for name in ("calm", "wild"))
+    chooser = random.Random()
+    killed: Counter = Counter()
+    with server.lease(settings, target, say=print):  # one server, which outlives its users
+        worker, last = run(wild), 0
+        while sum(killed.values()) < KILLS:
+            wait_until(lambda: len(lines(wild)) > last or worker.poll() is not None, 120)  # noqa: B023
+            assert worker.poll() is None, (wild / "worker.log").read_text()[-2000:]
+            time.sleep(chooser.uniform(0, 0.2))
+            what = chooser.choice(("generator", "server", "both"))
+            state = server.read_state()
+            if what != "generator":
+                if not state.get("server"):
+                    continue  # it is just being started again
+                os.kill(state["server"], signal.SIGKILL)
+            if what != "server":
+                worker.kill()
+                worker.wait()
+            killed[what] += 1
+            acknowledged = lines(wild)
+            last = len(acknowledged)
+            if what != "server":
+                worker = run(wild)
+        assert worker.wait(300) == 0, (wild / "worker.log").read_text()[-2000:]
+        assert lines(wild)[:last] == acknowledged
+        assert run(calm).wait(300) == 0, (calm / "worker.log").read_text()[-2000:]
+    print(f"killed {dict(killed)}, {len(lines(wild))} rows")
+    keys = Counter(json.loads(line)["key"] for line in lines(wild))
+    assert max(keys.values()) == 1 and keys.keys() == {json.loads(line)["key"] for line in lines(calm)}
+    assert (wild / "out/errors.jsonl").read_bytes() == b""
+    for name in ("raw_responses.jsonl", "errors.jsonl", "fingerprint.json"):
+        assert (wild / "out" / name).read_bytes() == (calm / "out" / name).read_bytes(), name
+    rows = [json.loads(line) for line in (wild / "out/raw_responses.jsonl").open()]
+    assert [row["id"] for row in rows] == [f"row{i:05}" for i in range(count)]
+    for row in rows:
+        for turn in row["turns"]:
+            assert turn["output_ids"] == serving.answer_ids(turn["prompt_ids"], 16)
