@@ -92,17 +92,6 @@ class Lease:
         self.urls, self.target, self.folder = urls, target, folder
         self.fingerprint: dict[str, Any] = {}
 
-<<<<<<< HEAD
-    def state(self, url: str) -> str:
-        """"ready", or "down" while it may come back. Raises Refusal if it will not, or is not what was asked for.
-
-        For a server that a supervisor owns its word counts; another one must generate a token.
-        """
-        if self.folder is None:
-            if not supervisor.generates(url, 60):
-                return "down"
-            refuse_if_other(supervisor.fingerprint(url), self.target, url)
-=======
     def state(self, url: str, patience: float = 60) -> str:
         """"ready", or "down" while it may come back. Raises Refusal if it will not, or is not what was asked for.
 
@@ -115,7 +104,6 @@ class Lease:
                 refuse_if_other(supervisor.fingerprint(url), self.target, url)
             except (OSError, ValueError):
                 return "down"
->>>>>>> main
             return "ready"
         state = read_state(self.folder)
         if not alive(state):

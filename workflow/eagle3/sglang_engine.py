@@ -47,10 +47,7 @@ class Endpoint:
     def __init__(self, url: str):
         self.url = url
         self.down_since: float | None = None
-<<<<<<< HEAD
-=======
         self.probe: asyncio.Future | None = None  # the question whether it is ready again
->>>>>>> main
         self.deadlines: set[asyncio.Timeout] = set()  # one for each request in flight
         self.failures = 0  # since the last token
         self.token_at = time.monotonic()
@@ -226,17 +223,12 @@ class SGLangEngine:
             now = time.monotonic()
             for endpoint in self.endpoints:
                 if endpoint.down_since is not None:
-<<<<<<< HEAD
-                    if await loop.run_in_executor(None, self.server.state, endpoint.url) == "ready":
-                        self._bring_back(endpoint)
-=======
                     if endpoint.probe is None:
                         endpoint.probe = loop.run_in_executor(None, self.server.state, endpoint.url, min(patience, 60))
                     elif endpoint.probe.done():
                         probe, endpoint.probe = endpoint.probe, None
                         if probe.result() == "ready":
                             self._bring_back(endpoint)
->>>>>>> main
                 elif not endpoint.deadlines and not endpoint.failures:
                     endpoint.token_at = now
                 elif now - endpoint.token_at > patience:

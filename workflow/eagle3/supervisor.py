@@ -5,13 +5,8 @@ run), `state.json` (how it stands, rewritten at every change), `server.log`, and
 when their holders die: `supervisor` (this process) and `leases` (shared, everyone who uses the server).
 
 Nothing is left behind: the server and its workers are one process group, killed as a whole; a shell waits on a pipe
-<<<<<<< HEAD
-from this process and kills the group when the pipe closes, so even `kill -9` of this process takes the server along. The server ends when the last lease has been free for `idle_timeout`, or at once when the build
-that wanted it has ended.
-=======
 from this process and kills the group when the pipe closes, so even `kill -9` of this process takes the server along.
 The server ends when no lease has been held for `idle_timeout`, or at once when the build that wanted it has ended.
->>>>>>> main
 """
 
 import contextlib
