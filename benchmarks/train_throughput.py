@@ -20,7 +20,6 @@ import traceback
 from pathlib import Path
 
 import torch
-
 from eagle3 import layout as layouts
 from eagle3 import loader, shards, ttt, unrolled, vocab
 from eagle3.drafter import Drafter, drafter_config
@@ -92,7 +91,8 @@ def check_correct(report: dict, size: dict) -> None:
                  "head_dim": width}
         drafter, head = make_drafter(shape)
         rows = make_rows(shape, 16 * shape["length"], "real") + make_rows(shape, 2 * shape["length"], "dense")
-        gaps = {**rows[0], "id": "gaps", "loss_mask": rows[0]["loss_mask"] & (torch.arange(len(rows[0]["input_ids"])) % 23 < 5)}
+        turns = torch.arange(len(rows[0]["input_ids"])) % 23 < 5
+        gaps = {**rows[0], "id": "gaps", "loss_mask": rows[0]["loss_mask"] & turns}
         layout = layouts.plan([*rows, gaps], shape["steps"]).to(DEVICE)
         batch = ttt.collate([*rows, gaps]).to(DEVICE)
         batch = ttt.Batch(**{**vars(batch), "aux": batch.aux.float(), "last": batch.last.float()})
@@ -313,7 +313,8 @@ def peers(report: dict, folder: Path, out: Path, seconds: float) -> None:
         target = out / f"peer-{name}.json"
         command = [sys.executable, str(Path(__file__).with_name("train_peers.py")), name, "--folder", str(folder), "--out",
                    str(target), "--seconds", str(seconds)]
-        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(folder)}, timeout=240, text=True,
+        paths = f"{folder}:{os.environ.get('PYTHONPATH', '')}"
+        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, timeout=240, text=True,
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         print(done.stdout[-3000:], flush=True)
         report["rows"] += json.loads(target.read_text()) if target.exists() else [

@@ -2,7 +2,7 @@
 kernels, with the number of rows left open, so that no batch makes them compile again."""
 
 import functools
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor

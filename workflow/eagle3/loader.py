@@ -4,8 +4,9 @@ import copy
 import itertools
 import threading
 from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 

@@ -85,7 +85,8 @@ def _forward(drafter: Drafter, layout: Layout, head: Tensor, recipe: Recipe, sca
     size, q_size, kv_size = config["hidden_size"], s.heads * s.width, s.kv_heads * s.width
     steps, n = recipe.steps, len(layout.rows)
     cast = {name: t.to(dtype) for name, t in w.items()}
-    s.norms = {name: cast[f"midlayer.{name}.weight"] for name in LAYER if name.endswith("norm")} | {"norm": cast["norm.weight"]}
+    s.norms = {name: cast[f"midlayer.{name}.weight"] for name in LAYER if name.endswith("norm")}
+    s.norms["norm"] = cast["norm.weight"]
     qkv = torch.cat([cast[f"midlayer.self_attn.{x}_proj.weight"] for x in "qkv"])  # [q + 2 kv, 2H]
     s.fc = Product(cast["fc.weight"], recipe.fp8)
     s.embed_qkv = Product(qkv[:, :size].contiguous(), recipe.fp8)
@@ -168,7 +169,7 @@ def _forward(drafter: Drafter, layout: Layout, head: Tensor, recipe: Recipe, sca
 def _backward(s: _Saved, dloss: Tensor) -> dict[str, Tensor]:
     """Gradients of all weights, fp32, by name."""
     layout, eps, steps = s.layout, s.eps, s.recipe.steps
-    n, q_size, kv_size = len(layout.rows), s.heads * s.width, s.kv_heads * s.width
+    q_size, kv_size = s.heads * s.width, s.kv_heads * s.width
     gain: dict[str, Tensor] = {}
 
     def through_norm(name: str, dy: Tensor, x: Tensor, extra: Tensor) -> Tensor:
