@@ -140,9 +140,10 @@ class Drafter(nn.Module):
         self.register_buffer("t2d", t2d)
         self.register_buffer("embedding", embedding, persistent=False)
         self.register_buffer("draft_ids", d2t + torch.arange(len(d2t)), persistent=False)  # [D] target ids
-        rope = {k: config[k] for k in ("rope_parameters", "hidden_size", "num_attention_heads", "head_dim",
-                                       "max_position_embeddings")}
-        self.rotary = LlamaRotaryEmbedding(transformers.LlamaConfig(**rope))
+        width = config["head_dim"]
+        self.rotary = LlamaRotaryEmbedding(transformers.LlamaConfig(
+            rope_parameters=config["rope_parameters"], max_position_embeddings=config["max_position_embeddings"],
+            head_dim=width, hidden_size=width, num_attention_heads=1))
 
     def initialise(self, head: Tensor, seed: int) -> "Drafter":
         """Random weights of width 0.02, from `seed` alone; the head starts as the target's rows of the draft ids

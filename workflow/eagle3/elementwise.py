@@ -2,25 +2,25 @@
 kernels, with the number of rows left open, so that no batch makes them compile again."""
 
 import functools
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-FP8_MAX = 448.0  # largest float8_e4m3fn
+VARIANTS = 64  # compiled forms of one function that may exist at once: one per width it meets
 
 
 def fused(rows: int = 0) -> Callable:
     """Compiles a function of tensors for the GPU. Dimension `rows` of every tensor of two dimensions or more is open."""
 
     def wrap(function):
-        compiled = torch.compile(function)
+        compiled = torch.compile(function, dynamic=False)  # all but the marked dimension are constants
 
         @functools.wraps(function)
         def call(*arguments):
             if not arguments[0].is_cuda:
                 return function(*arguments)
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
             for argument in arguments:
                 if isinstance(argument, Tensor) and argument.dim() > max(rows, 1):
                     torch._dynamo.mark_dynamic(argument, rows)
@@ -32,11 +32,11 @@ def fused(rows: int = 0) -> Callable:
 
 
 @fused()
-def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm of x [n, H] in fp32, in the type of x."""
+def norm_(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+    """Writes the RMS norm of x [n, H], computed in fp32, to `out`."""
     y = x.float()
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-    return (weight.float() * y.to(x.dtype).float()).to(x.dtype)
+    out.copy_((weight.float() * y.to(x.dtype).float()).to(x.dtype))
 
 
 @fused()
@@ -48,22 +48,6 @@ def norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float, extra: Tens
     g = dy * weight.float()
     dx = scale * (g - y * (g * y).mean(-1, keepdim=True))
     return (dx + extra.float()).to(x.dtype), (dy * y).sum(0)
-
-
-@fused()
-def silu_product(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of [n, 2I]."""
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    return (functional.silu(gate) * up).to(gate_up.dtype)
-
-
-@fused()
-def silu_product_backward_(dy: Tensor, gate_up: Tensor) -> None:
-    """Puts the gradient of gate_up [n, 2I] in its place; `dy` [n, I]."""
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    dy, sigma = dy.float(), torch.sigmoid(gate)
-    dgate = dy * up * sigma * (1 + gate * (1 - sigma))
-    gate_up.copy_(torch.cat([dgate, dy * gate * sigma], dim=-1).to(gate_up.dtype))
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -85,24 +69,13 @@ def rotate_back_(dx: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
 
 
 @fused(rows=1)
-def _sum_rows(stacked: Tensor, readers: Tensor) -> Tensor:
+def sum_rows(stacked: Tensor, readers: Tensor) -> Tensor:
     """[w, c]: row i is the sum over k of stacked[k, readers[k, i]], in fp32; nothing where readers is -1."""
     total = 0.0
     for k in range(stacked.shape[0]):
         found = stacked[k][readers[k].clamp(min=0)].float()
         total = total + torch.where(readers[k].unsqueeze(-1) >= 0, found, 0.0)
     return total.to(stacked.dtype)
-
-
-sum_rows = _sum_rows
-
-
-@fused()
-def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(x in fp8 e4m3, scale [n, 1]), one scale per row: x is about fp8 * scale."""
-    x = x.float()
-    scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / FP8_MAX
-    return (x / scale).to(torch.float8_e4m3fn), scale
 
 
 @fused()

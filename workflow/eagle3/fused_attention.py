@@ -36,7 +36,7 @@ class CausalAttention:
         """The reverse of `_spread`, with zeros in padded rows."""
         if self.layout.span is not None:
             x = x[self.layout.span]
-        return x if len(x) == rows else torch.cat([x, x.new_zeros((rows - len(x), *x.shape[1:]))])
+        return _padded(x, rows)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(out [n, heads, d], log-sum-exp [heads, n])."""
@@ -54,8 +54,7 @@ class CausalAttention:
             lse = lse.T
         k, v = k[:self.context], v[:self.context]
         dq, dk, dv = getattr(self, f"_{self.kind}_backward")(dout.contiguous(), q, k, v, out.contiguous(), lse)
-        pad = (lambda x: x if len(x) == keys else torch.cat([x, x.new_zeros((keys - len(x), *x.shape[1:]))]))
-        return self._collect(dq, rows), pad(dk), pad(dv)
+        return self._collect(dq, rows), _padded(dk, keys), _padded(dv, keys)
 
     def _flash(self, q: Tensor, k: Tensor, v: Tensor):
         borders, longest = (self.layout.query_borders, self.layout.key_borders), self.layout.longest
@@ -123,3 +122,8 @@ class CausalAttention:
         scores = (q.transpose(0, 1) @ self._wide(k, q).transpose(1, 2)).float() * q.shape[-1] ** -0.5
         hidden = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).triu(1 + len(k) - len(q))
         return scores.masked_fill(hidden, float("-inf"))
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    """x with zero rows up to `rows`. What the kernels leave in rows that belong to no sequence may be anything."""
+    return x if len(x) == rows else torch.cat([x, x.new_zeros((rows - len(x), *x.shape[1:]))])

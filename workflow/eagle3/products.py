@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from eagle3.elementwise import quantize
+from eagle3.step_ops import quantize
 
 
 class Product:
@@ -15,7 +15,7 @@ class Product:
             self.forward8, self.backward8 = quantize(weight), quantize(weight.T.contiguous())
 
     def __call__(self, x: Tensor, add: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """x [n, in] -> [n, out]; `add` is added, `out` is written to."""
+        """x [n, in] -> [n, out]; `add` is added, `out` (which may be `add`) is written to."""
         if self.fp8:
             y = _scaled(x, self.forward8)
             if add is not None:

@@ -1,9 +1,11 @@
-"""Two operations of the fast training path that change their arguments in place: the loss of a step, and the diagonal
-keys of its attention. Triton kernels on a GPU, plain PyTorch elsewhere."""
+"""Operations of the fast training path with a hand-written kernel each: Triton on a GPU, plain PyTorch elsewhere. Those
+whose names end in _ change their arguments."""
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
 KINDS = {"soft_cross_entropy": 0, "total_variation": 1, "log_acceptance": 2}
 
 
@@ -93,6 +95,46 @@ def add_diagonal_backward_(q: Tensor, keys: Tensor, values: Tensor, out: Tensor,
     for total, part in ((dkeys, ds * q.float()), (dvalues, weights * dy)):
         part = part.unflatten(2, (-1, group)).sum(3)
         total.copy_(part if first else total + part)
+
+
+def silu_product_(out: Tensor, gates: Tensor) -> None:
+    """Writes silu(gate) * up to `out` [n, I]; gates [n, 2I] holds gate and up side by side."""
+    if gates.is_cuda:
+        from eagle3 import triton_kernels
+
+        triton_kernels.silu_product[(len(gates), -(-out.shape[1] // 1024))](gates, out, out.shape[1], BLOCK=1024)
+        return
+    gate, up = gates.float().chunk(2, dim=-1)
+    out.copy_(functional.silu(gate) * up)
+
+
+def silu_product_backward_(dout: Tensor, gates: Tensor) -> None:
+    """Puts the gradient of gates [n, 2I] in its place; `dout` [n, I]."""
+    if gates.is_cuda:
+        from eagle3 import triton_kernels
+
+        width = dout.shape[1]
+        triton_kernels.silu_product_backward[(len(gates), -(-width // 1024))](dout, gates, width, BLOCK=1024)
+        return
+    gate, up = gates.float().chunk(2, dim=-1)
+    dy, sigma = dout.float(), torch.sigmoid(gate)
+    gates.copy_(torch.cat([dy * up * sigma * (1 + gate * (1 - sigma)), dy * gate * sigma], dim=-1))
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(fp8 [n, c], scale [n, 1] fp32) of x [n, c]: one scale per row, x is about fp8 * scale."""
+    if x.is_cuda:
+        from eagle3 import triton_kernels
+
+        rows, width = x.shape
+        out = torch.empty((rows, width), dtype=FP8, device=x.device)
+        scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+        triton_kernels.quantize[(rows,)](x, out, scale, width, x.stride(0), LARGEST=FP8_MAX,
+                                         BLOCK=min(4096, _power(width)), num_warps=4)
+        return out, scale
+    x = x.float()
+    scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / FP8_MAX
+    return (x / scale).to(FP8), scale
 
 
 def _per_head(x: Tensor, q: Tensor) -> Tensor:

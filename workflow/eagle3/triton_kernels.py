@@ -1,4 +1,4 @@
-"""Triton kernels of the fast training path; only imported where there is a GPU. The functions in `steps_ops` choose
+"""Triton kernels of the fast training path; only imported where there is a GPU. The functions in `step_ops` choose
 between these and plain PyTorch, and hold the contracts."""
 
 import triton
@@ -122,3 +122,43 @@ def add_diagonal_backward(q, keys, values, out, dout, lse, dq, dkeys, dvalues, n
         tl.store(dkeys + key, dk, mask=d < D)
         tl.store(dvalues + key, dv, mask=d < D)
     tl.store(dq + place, dx.to(dq.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def silu_product(gates, out, width, BLOCK: tl.constexpr):
+    """out [n, width] = silu(gate) * up of gates [n, 2 * width]; one program per row and block."""
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    gate = tl.load(gates + row * 2 * width + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gates + row * 2 * width + width + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + columns, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def silu_product_backward(dout, gates, width, BLOCK: tl.constexpr):
+    """Puts the gradient of gates [n, 2 * width] in its place."""
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    gate = tl.load(gates + row * 2 * width + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gates + row * 2 * width + width + columns, mask=inside, other=0.0).to(tl.float32)
+    dy = tl.load(dout + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+    sigma = tl.sigmoid(gate)
+    dgate, dup = dy * up * sigma * (1 + gate * (1 - sigma)), dy * gate * sigma
+    tl.store(gates + row * 2 * width + columns, dgate.to(gates.dtype.element_ty), mask=inside)
+    tl.store(gates + row * 2 * width + width + columns, dup.to(gates.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def quantize(x, out, scales, width, stride, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
+    """x [n, width] as fp8 with one scale per row; one program per row. The second pass reads from the cache."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    top = 1e-12
+    for start in range(0, width, BLOCK):
+        here = tl.load(x + row * stride + start + columns, mask=start + columns < width, other=0.0).to(tl.float32)
+        top = tl.maximum(top, tl.max(tl.abs(here), axis=0))
+    tl.store(scales + row, top / LARGEST)
+    for start in range(0, width, BLOCK):
+        inside = start + columns < width
+        here = tl.load(x + row * stride + start + columns, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + row * width + start + columns, (here * (LARGEST / top)).to(out.dtype.element_ty), mask=inside)

@@ -23,7 +23,13 @@ from eagle3.errors import Refusal
 from eagle3.fused_attention import CausalAttention
 from eagle3.layout import Layout
 from eagle3.products import Product, weight_gradient
-from eagle3.step_ops import add_diagonal_, add_diagonal_backward_, loss_and_gradient_
+from eagle3.step_ops import (
+    add_diagonal_,
+    add_diagonal_backward_,
+    loss_and_gradient_,
+    silu_product_,
+    silu_product_backward_,
+)
 
 LAYER = ("input_layernorm", "hidden_norm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
          "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
@@ -79,7 +85,8 @@ def _forward(drafter: Drafter, layout: Layout, head: Tensor, recipe: Recipe, sca
     size, q_size, kv_size = config["hidden_size"], s.heads * s.width, s.kv_heads * s.width
     steps, n = recipe.steps, len(layout.rows)
     cast = {name: t.to(dtype) for name, t in w.items()}
-    s.norms = {name: cast[f"midlayer.{name}.weight"] for name in LAYER if name.endswith("norm")} | {"norm": cast["norm.weight"]}
+    s.norms = {name: cast[f"midlayer.{name}.weight"] for name in LAYER if name.endswith("norm")}
+    s.norms["norm"] = cast["norm.weight"]
     qkv = torch.cat([cast[f"midlayer.self_attn.{x}_proj.weight"] for x in "qkv"])  # [q + 2 kv, 2H]
     s.fc = Product(cast["fc.weight"], recipe.fp8)
     s.embed_qkv = Product(qkv[:, :size].contiguous(), recipe.fp8)
@@ -98,7 +105,8 @@ def _forward(drafter: Drafter, layout: Layout, head: Tensor, recipe: Recipe, sca
     s.attention = CausalAttention(layout, kind)
 
     s.embeds = functional.embedding(layout.tokens, drafter.embedding).to(dtype)  # [w, H]
-    s.embed_x = ew.norm(s.embeds, s.norms["input_layernorm"], s.eps)
+    s.embed_x = torch.empty_like(s.embeds)
+    ew.norm_(s.embed_x, s.embeds, s.norms["input_layernorm"], s.eps)
     embedded = s.embed_qkv(s.embed_x)  # [w, q + 2 kv]
 
     new = teacher.new_empty
@@ -110,7 +118,8 @@ def _forward(drafter: Drafter, layout: Layout, head: Tensor, recipe: Recipe, sca
     s.states, s.queries, s.middles, s.outs, s.lses, losses, hits = [], [], [], [], [], [], []
 
     s.context_state = s.fc(layout.aux.to(dtype))  # [m, H]
-    s.context_x = ew.norm(s.context_state, s.norms["hidden_norm"], s.eps)
+    s.context_x = torch.empty_like(s.context_state)
+    ew.norm_(s.context_x, s.context_state, s.norms["hidden_norm"], s.eps)
     kv = s.state_kv(s.context_x, add=embedded[layout.context_tokens, q_size:])
     s.context_turn = cos[layout.positions], sin[layout.positions]
     s.first_keys = ew.rotate(kv[:, :kv_size].unflatten(1, (s.kv_heads, s.width)), *s.context_turn)
@@ -126,8 +135,9 @@ def _forward(drafter: Drafter, layout: Layout, head: Tensor, recipe: Recipe, sca
             torch.index_select(s.context_x, 0, layout.rows, out=s.state_x[0])
             q = s.state_q(s.state_x[0], add=embedded[layout.step_tokens[0], :q_size])
         else:
-            s.state_x[k] = ew.norm(state, s.norms["hidden_norm"], s.eps)
-            q = s.state_qkv(s.state_x[k], add=embedded[layout.step_tokens[k]])
+            ew.norm_(s.state_x[k], state, s.norms["hidden_norm"], s.eps)
+            q = embedded[layout.step_tokens[k]]
+            q = s.state_qkv(s.state_x[k], add=q, out=q)
             s.keys[k - 1] = ew.rotate(q[:, q_size:-kv_size].unflatten(1, (s.kv_heads, s.width)), *turn)
             s.values[k - 1] = q[:, -kv_size:].unflatten(1, (s.kv_heads, s.width))
         q = ew.rotate(q[:, :q_size].unflatten(1, (s.heads, s.width)), *turn)
@@ -137,11 +147,11 @@ def _forward(drafter: Drafter, layout: Layout, head: Tensor, recipe: Recipe, sca
             lse = add_diagonal_(q, s.keys[:k], s.values[:k], out, lse)
         s.attended[k] = out.flatten(1)
         middle = s.o(s.attended[k], add=state)
-        s.mlp_x[k] = ew.norm(middle, s.norms["post_attention_layernorm"], s.eps)
+        ew.norm_(s.mlp_x[k], middle, s.norms["post_attention_layernorm"], s.eps)
         s.gate_up(s.mlp_x[k], out=s.gates[k])
-        s.acted[k] = ew.silu_product(s.gates[k])
+        silu_product_(s.acted[k], s.gates[k])
         state = s.down(s.acted[k], add=middle)
-        s.head_x[k] = ew.norm(state, s.norms["norm"], s.eps)
+        ew.norm_(s.head_x[k], state, s.norms["norm"], s.eps)
         s.head(s.head_x[k], out=s.logits[k])
         lost, hit = loss_and_gradient_(recipe.loss, s.logits[k], teacher, teacher_lse, teacher_best, layout.teachers[k],
                                        scale[k])
@@ -159,7 +169,7 @@ def _forward(drafter: Drafter, layout: Layout, head: Tensor, recipe: Recipe, sca
 def _backward(s: _Saved, dloss: Tensor) -> dict[str, Tensor]:
     """Gradients of all weights, fp32, by name."""
     layout, eps, steps = s.layout, s.eps, s.recipe.steps
-    n, q_size, kv_size = len(layout.rows), s.heads * s.width, s.kv_heads * s.width
+    q_size, kv_size = s.heads * s.width, s.kv_heads * s.width
     gain: dict[str, Tensor] = {}
 
     def through_norm(name: str, dy: Tensor, x: Tensor, extra: Tensor) -> Tensor:
@@ -176,7 +186,7 @@ def _backward(s: _Saved, dloss: Tensor) -> dict[str, Tensor]:
     for k in reversed(range(steps)):
         dstates[k] = through_norm("norm", s.head.backward(s.logits[k]) * dloss, s.states[k + 1], dstate)
         dstate = dstates[k]
-        ew.silu_product_backward_(s.down.backward(dstate), s.gates[k])
+        silu_product_backward_(s.down.backward(dstate), s.gates[k])
         dmiddles[k] = through_norm("post_attention_layernorm", s.gate_up.backward(s.gates[k]), s.middles[k], dstate)
         dout = s.o.backward(dmiddles[k]).unflatten(1, (s.heads, s.width))
         q, out = s.queries[k], s.attended[k].unflatten(1, (s.heads, s.width))
