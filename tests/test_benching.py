@@ -1,7 +1,6 @@
 """The bench in process: both arms, figures, agreement with simulation. Alone: python -m pytest tests/test_benching.py"""
 
 import pytest
-
 import tiny_drafter
 from eagle3 import benching, judging, layers, measuring
 from eagle3.measuring import Variant

@@ -9,9 +9,8 @@ import pytest
 import tiny
 import tiny_drafter
 import torch
-from safetensors.torch import load_file, save_file
-
 from eagle3 import doctor
+from safetensors.torch import load_file, save_file
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,12 @@
 import random
 
 import pytest
-
 from eagle3.figures import (
     Arm,
     Served,
     Simulated,
-    acceptance,
     accept_lengths,
+    acceptance,
     common_prefix,
     compare_outputs,
     figures,

@@ -1,7 +1,6 @@
 """Verdicts and refusals. Alone: python -m pytest tests/test_judging.py"""
 
 import pytest
-
 from eagle3 import judging
 from eagle3.errors import Refusal
 

@@ -8,7 +8,6 @@ import threading
 
 import pytest
 import standin_sglang
-
 from eagle3 import judging, layers, measuring, sglang_bench
 from eagle3.bench_client import BenchClient, read_answer
 from eagle3.errors import Refusal

@@ -1,9 +1,8 @@
 """What a drafter must do on served answers, against serving them. Alone: python -m pytest tests/test_simulation.py"""
 
 import pytest
-import torch
-
 import tiny_drafter
+import torch
 from eagle3 import layers, metrics
 from eagle3.simulation import Answered, Simulator, summary
 

@@ -1,9 +1,8 @@
 """Speculative decoding on a tiny real model. Alone: python -m pytest tests/test_speculate.py"""
 
 import pytest
-import torch
-
 import tiny_drafter
+import torch
 from eagle3.speculate import CachedAttention
 
 

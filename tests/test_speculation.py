@@ -4,10 +4,9 @@ import json
 import shutil
 
 import pytest
-from safetensors.torch import load_file, save_file
-
 from eagle3 import speculation
 from eagle3.errors import Refusal
+from safetensors.torch import load_file, save_file
 
 
 def copy_with(learnt, tmp_path, change=None, **config):
