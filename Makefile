@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 CORES ?= all
 
-.PHONY: drafter bench plan trace push status test test-recipe test-sglang test-slurm deps docs lint
+.PHONY: drafter bench doctor plan trace push status test test-recipe test-sglang test-slurm deps docs lint
 
 drafter: $(VENV)/ready
 	snakemake --cores $(CORES) drafter
@@ -29,6 +29,10 @@ push: $(VENV)/ready
 # How generation stands: during a build, and after a crash. make status ARGS=--watch
 status: $(VENV)/ready
 	@python workflow/scripts/status.py $(ARGS)
+
+# Whether SGLang will use a drafter rightly, with reasons and remedies. make doctor DRAFTER=some/folder
+doctor: $(VENV)/ready
+	python workflow/scripts/doctor.py $(DRAFTER) $(ARGS)
 
 test: $(VENV)/ready-test
 	python -m pytest -q tests

@@ -32,3 +32,29 @@ def in_tmp(tmp_path, monkeypatch) -> Path:
     """A working directory of its own: the library keeps unfinished work in `.work` of the current one."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tiny_model, tmp_path_factory):
+    """The tiny model as a Target."""
+    import tiny_drafter
+
+    return tiny_drafter.make_target(tmp_path_factory.mktemp("tiny-target"), tiny_model)
+
+
+@pytest.fixture(scope="session")
+def learnt(tiny_target, tmp_path_factory):
+    """A drafter that knows some answers of the tiny target by heart: folder, drafter, prompts and their greedy answers."""
+    from types import SimpleNamespace
+
+    import tiny_drafter
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    asked = tiny_drafter.prompts(8)
+    answers = tiny_drafter.greedy_answers(tiny_target, asked, 16)
+    drafter = tiny_drafter.overfit_drafter(tiny_target, asked, answers)
+    torch.set_num_threads(before)
+    folder = tiny_drafter.save(drafter, tmp_path_factory.mktemp("learnt") / "drafter")
+    return SimpleNamespace(folder=folder, drafter=drafter, prompts=asked, answers=answers)

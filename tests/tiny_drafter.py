@@ -21,11 +21,12 @@ def make_target(folder: Path, model: Path) -> Target:
     return Target(folder)
 
 
-def random_drafter(target: Target, seed: int = 0, draft_vocab: int = 300) -> drafters.Drafter:
-    """An untrained drafter with the target's shapes, its draft vocabulary the lowest ids."""
-    tensors = vocab.tensors(list(range(draft_vocab)), target.vocab_size)
+def random_drafter(target: Target, seed: int = 0, draft_ids: list[int] | None = None) -> drafters.Drafter:
+    """An untrained drafter with the target's shapes. `draft_ids`: target ids of its vocabulary; default 300 of them."""
+    draft_ids = draft_ids or [*range(100), *range(150, 350)]
+    tensors = vocab.tensors(draft_ids, target.vocab_size)
     ids = layers.config_ids(layers.captured_layers(target.num_layers), layers.PLUS_ONE)
-    config = drafters.drafter_config(target.config, {}, draft_vocab, ids, "float32")
+    config = drafters.drafter_config(target.config, {}, len(draft_ids), ids, "float32")
     made = drafters.Drafter(config, target.embedding().float(), tensors["d2t"], tensors["t2d"])
     return made.initialise(target.head().float(), seed).eval()
 
@@ -50,16 +51,16 @@ def greedy_answers(target: Target, asked: list[list[int]], tokens: int) -> list[
 
 
 def overfit_drafter(target: Target, asked: list[list[int]], answers: list[list[int]], steps: int = 3,
-                    updates: int = 250) -> drafters.Drafter:
+                    updates: int = 150) -> drafters.Drafter:
     """A drafter that has learnt these answers."""
-    made = random_drafter(target, draft_vocab=target.vocab_size).train()
+    made = random_drafter(target, draft_ids=list(range(target.vocab_size))).train()
     captured = layers.captured_layers(target.num_layers)
     states = TransformersCapture(target, captured).batch([p + a for p, a in zip(asked, answers)])
     rows = [{"input_ids": torch.tensor(p + a), "loss_mask": torch.tensor([False] * len(p) + [True] * len(a)),
              "aux": aux.float(), "last": last.float(), "id": str(i)}
             for i, (p, a, (aux, last)) in enumerate(zip(asked, answers, states))]
     batch, head = ttt.collate(rows), target.head().float()
-    optimizer = torch.optim.AdamW(made.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(made.parameters(), lr=6e-3)
     for _ in range(updates):
         loss, _ = ttt.loss(made, batch, head, steps, 0.9)
         optimizer.zero_grad()

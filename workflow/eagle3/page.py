@@ -40,8 +40,8 @@ SPEED = ["variant", "at once", "baseline tokens/s", "drafter tokens/s", "speed-u
 SETS = ["data set", "prompts", "tokens", "served", "replayed", "simulated", "speed-up", "interval", "equal outputs"]
 TIMES = ["milliseconds", "token or cycle", "first token", "95 %", "between tokens", "95 %", "errors", "cached tokens"]
 TERMS = (
-    ("Accept length, served", "completion tokens over verify cycles, pooled over all answers; the bonus token of each "
-     "cycle and the token of the prefill count. SGLang reports the same."),
+    ("Accept length, served", "completion tokens over verify cycles, pooled over all answers; the bonus token of each cycle "
+     "and the token of the prefill count. SGLang reports the same."),
     ("Replayed", "the same count when the drafter is walked over the very answers that were served, from states of "
      "the target captured anew. It must equal the served one: if it does not, training and serving see different states."),
     ("Simulated", "one plus the sum of the products of conditional accuracies, averaged over all positions: what training "
@@ -78,12 +78,16 @@ def milliseconds(value: float | None) -> float | None:
     return None if value is None else 1000 * value
 
 
+def interval_of(figures: dict) -> str:
+    return f"{figures['speed_up_low']:.2f} – {figures['speed_up_high']:.2f}"
+
+
 def cell_rows(cells: list[dict]) -> list[list[Any]]:
     rows = []
     for cell in cells:
         f = cell["all"]
         rows.append([cell["variant"], cell["concurrency"], f["tokens_per_second"]["baseline"],
-                     f["tokens_per_second"]["speculative"], f["speed_up"], f"{f['speed_up_low']:.2f} – {f['speed_up_high']:.2f}", f["accept_length"]["served"],
+                     f["tokens_per_second"]["speculative"], f["speed_up"], interval_of(f), f["accept_length"]["served"],
                      f["accept_length"]["break_even"]])
     return rows
 
@@ -103,7 +107,7 @@ def timing_rows(cells: list[dict]) -> list[list[Any]]:
 
 def set_rows(report: dict) -> list[list[Any]]:
     return [[name, f["prompts"], f["tokens"]["speculative"], f["accept_length"]["served"], f["accept_length"]["replayed"],
-             f["accept_length"]["simulated"], f["speed_up"], f"{f['speed_up_low']:.2f} – {f['speed_up_high']:.2f}",
+             f["accept_length"]["simulated"], f["speed_up"], interval_of(f),
              f"{f['outputs']['equal']} of {f['outputs']['compared']}"]
             for name, f in {"all": report["all"], **report["datasets"]}.items()]
 

@@ -42,13 +42,12 @@ def metrics(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def acceptance_csv(report: dict[str, Any]) -> str:
-    """Position, share of cycles that accept it, and share right given all before, by data set."""
-    lines = ["dataset,position,accepted,conditional"]
-    for name, figures in {"all": report["all"], **report["datasets"]}.items():
-        for k in range(report["steps"]):
-            accepted = (figures["acceptance"] or {}).get(f"position_{k}", "")
-            conditional = (figures["conditional"] or {}).get(f"step_{k}", "")
-            lines.append(f"{name},{k + 1},{accepted},{conditional}")
+    """Draft position, share of cycles that accept it, and share of drafts that are right, given all before."""
+    lines, figures = ["position,accepted,conditional"], report["all"]
+    for k in range(report["steps"]):
+        accepted = (figures["acceptance"] or {}).get(f"position_{k}", "")
+        conditional = (figures["conditional"] or {}).get(f"step_{k}", "")
+        lines.append(f"{k + 1},{accepted},{conditional}")
     return "\n".join(lines) + "\n"
 
 

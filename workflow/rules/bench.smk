@@ -1,4 +1,4 @@
-# Needs the drafter and the held-out records; makes the report in data/bench.
+# Needs the drafter, the held-out records, and the responses for the lineage; makes the report in data/bench.
 
 
 rule bench:
@@ -6,6 +6,8 @@ rule bench:
         code=stage_code("bench"),
         key=".build/keys/bench.json",
         records=expand(rules.tokenize.output.records, dataset=DATASETS),
+        responses=expand(rules.generate.output.responses, dataset=DATASETS),
+        fingerprints=expand(rules.generate.output.fingerprint, dataset=DATASETS),
         weights=rules.train.output.weights,
         training=rules.train.output.training,
         target=rules.target.output.info,
@@ -14,6 +16,7 @@ rule bench:
         page="data/bench/report.html",
         metrics="data/bench/metrics.json",
         acceptance="data/bench/acceptance.csv",
+        cells="data/bench/cells.csv",
     log:
         "logs/bench.log",
     threads: workflow.cores

@@ -18,7 +18,7 @@ from eagle3.target import Target
 
 
 def build(arguments: argparse.Namespace) -> None:
-    with running("bench", arguments.params, [arguments.target, arguments.records, arguments.drafter]) as stage:
+    with running("bench", arguments.params, [arguments.target, arguments.records, arguments.drafter, arguments.responses]) as stage:
         params, target = stage.params.bench, Target(arguments.target)
         training = read_json(arguments.drafter / "training.json")
         states = next(iter(training["hidden_states"].values()))
@@ -40,7 +40,7 @@ def build(arguments: argparse.Namespace) -> None:
         content = report.content(
             measured, cells, variants, engine=params.engine, held_out=counts,
             training=read_json(arguments.drafter / "metrics.json"), curves=read_curves(arguments.drafter),
-            lineage=lineage(arguments.drafter, training, target, Path("data")))
+            lineage=lineage(arguments.drafter, training, target, arguments.responses))
         write(arguments.out, content)
         for cell in cells:
             judging.refuse_unless_sound(cell, params.min_accept_length, params.max_difference,
@@ -76,8 +76,8 @@ def serve(stage: Stage, target: Target, prompts: list[dict], variants: list[Vari
 
     params, settings = stage.params.bench, stage.params.server
     if settings.endpoints:
-        raise Refusal(f"bench.engine sglang starts servers of its own, with and without the drafter, but server.endpoints is "
-                      f"{list(settings.endpoints)}; remove it for the bench")
+        raise Refusal("bench.engine sglang starts servers of its own, with and without the drafter, but server.endpoints "
+                      f"is {list(settings.endpoints)}; remove it for the bench")
 
     @contextlib.contextmanager
     def serving(flags: dict):
@@ -96,16 +96,15 @@ def read_curves(drafter: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def lineage(folder: Path, training: dict, target: Target, data: Path) -> dict[str, str]:
+def lineage(folder: Path, training: dict, target: Target, responses: Path) -> dict[str, str]:
     """What the drafter was made from, by digest, back to the servers that answered and the rows that were asked."""
     made = {"drafter": digest_file(folder / export.WEIGHTS), "draft vocabulary": training["vocab"], "target": target.digest}
     for name, states in training["hidden_states"].items():
         made[f"{name}: hidden states"] = f"{states['rows']} records, {states['tokens']} tokens, layers {states['layers']}"
         made[f"{name}: records"] = states["records_digest"]
-        for label, path in (("responses", data / "responses" / name / "fingerprint.json"),
-                            ("prompts", data / "prompts" / f"{name}.parquet")):
-            if path.exists():
-                made[f"{name}: {label}"] = digest_file(path)
+        made[f"{name}: responses"] = digest_file(responses / name / "raw_responses.jsonl")
+        found = read_json(responses / name / "fingerprint.json")
+        made[f"{name}: answered by"] = " ".join([found["engine"], *(f"{k} {v}" for k, v in found.get("versions", {}).items())])
     return {**made, "git commit": training["made_with"]["git_commit"]}
 
 
@@ -125,6 +124,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", type=Path, default=Path("data/target"))
     parser.add_argument("--records", type=Path, default=Path("data/records"))
+    parser.add_argument("--responses", type=Path, default=Path("data/responses"))
     parser.add_argument("--drafter", type=Path, default=Path("data/drafter"))
     parser.add_argument("--out", type=Path, default=Path("data/bench"))
     main(parser, build)

@@ -1,0 +1,49 @@
+"""doctor: says whether SGLang will use a drafter rightly, with the reason and the remedy of each finding.
+
+    python workflow/scripts/doctor.py DRAFTER [--target data/target]
+
+The target is this project's, or any Hugging Face directory. Exit code 1 if something is wrong.
+"""
+
+import _path  # noqa: F401, I001  (first: see there)
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from eagle3 import doctor
+from eagle3.errors import Refusal
+from eagle3.files import read_json, write_json
+from eagle3.target import Target
+
+
+def open_target(folder: Path, scratch: Path) -> Target:
+    """data/target, or a plain model folder, whose weights need no digest here."""
+    if (folder / "target.json").exists():
+        return Target(folder)
+    config = read_json(folder / "config.json")
+    write_json(scratch / "target.json", {"path": str(folder.resolve()), "architecture": (config.get("architectures") or ["none"])[0],
+                                         "dtype": "auto", "trust_remote_code": False})
+    return Target(scratch)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("drafter", type=Path)
+    parser.add_argument("--target", type=Path, default=Path("data/target"))
+    arguments = parser.parse_args()
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            findings = doctor.examine(arguments.drafter, open_target(arguments.target, Path(scratch)))
+    except Refusal as refusal:
+        print(f"error: {refusal}", file=sys.stderr)
+        return 1
+    for finding in findings:
+        print(finding)
+    counts = {verdict: sum(f.verdict == verdict for f in findings) for verdict in (doctor.BAD, doctor.WARNING)}
+    print(f"\n{arguments.drafter}: " + ("; ".join(f"{n} findings: {v}" for v, n in counts.items() if n) or "SGLang will use it rightly"))
+    return 1 if counts[doctor.BAD] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
