@@ -1,7 +1,7 @@
 """data/hidden_states/NAME/: shards of hidden states and their manifest; written by extract, read by train.
 
-A shard is a safetensors file with S sequences laid end to end; `shard_layout.py` has its regions. `manifest.json` comes last; a
-folder without it is unfinished. Its `shards` list has one entry per file: rows, tokens, bytes, digest, and per row its id,
+A shard is a safetensors file with S sequences laid end to end; `shard_layout.py` has its regions. `manifest.json` comes
+last; a folder without it is unfinished. Its `shards` list has one entry per file: rows, tokens, bytes, digest, and per row its id,
 length and split ("train", "validation", or "quarantined": the bytes are there, nobody reads them).
 
 The digest is xxh3-128 over the head of the file and the xxh3-64 of each row's states, so that it grows with the rows, in
@@ -329,5 +329,5 @@ def link(source: Path, destination: Path) -> None:
         shutil.copyfile(source, destination)
 
 
-__all__ = ["DTYPES", "ShardSet", "ShardWriter", "bytes_per_token", "damaged", "link", "names", "plan", "read_manifest", "shard_key",
-           "write_manifest"]
+__all__ = ["DTYPES", "ShardSet", "ShardWriter", "bytes_per_token", "damaged", "link", "names", "plan", "read_manifest",
+           "shard_key", "write_manifest"]
