@@ -1,13 +1,42 @@
 """Hidden states of the target through transformers: forward hooks, batches of similar length bounded by tokens."""
 
-from typing import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from eagle3.errors import Refusal
+from eagle3.offload import Offload, states_to_store
 from eagle3.records import Record
-from eagle3.shards import States
+from eagle3.shards import ShardWriter
 from eagle3.target import Target
+
+WINDOW = 16  # batches that are sorted by length together
+
+
+@dataclass(frozen=True)
+class Job:
+    """One record whose states are wanted: row `row` of a shard that is being written."""
+
+    writer: ShardWriter
+    row: int
+
+    @property
+    def record(self) -> Record:
+        return self.writer.records[self.row]
+
+
+class Capture(Protocol):
+    """`run` takes jobs lazily, fills their rows in any order and calls `done` once for each, from any thread.
+
+    Rows that could not be filled completely are called done as well; their writer knows what is missing.
+    """
+
+    last_is: str
+
+    def run(self, jobs: Iterator[Job], done: Callable[[Job], None]) -> None: ...
 
 
 def decoder_of(model):
@@ -21,22 +50,30 @@ def decoder_of(model):
     raise Refusal(f"no decoder layers found in {type(model).__name__}; expected model.layers and model.norm")
 
 
-class TransformersCapture:
-    """Captures the inputs of `layers` and the output of the final norm.
+def batches(jobs: list[Job], batch_tokens: int) -> Iterator[list[Job]]:
+    """Jobs of similar length together, longest first, at most `batch_tokens` with padding. One longer job is alone."""
+    batch: list[Job] = []
+    for job in sorted(jobs, key=lambda job: -len(job.record.input_ids)):
+        if batch and (len(batch) + 1) * len(batch[0].record.input_ids) > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(job)
+    if batch:
+        yield batch
 
-    `last` is after the final norm: transformers applies it inside the model, and `lm_head(last)` are the logits.
-    """
 
-    last_is = "after_final_norm"
+class Replica:
+    """A model on one device, with hooks that keep the inputs of `layers` and the output of the final norm."""
 
-    def __init__(self, target: Target, layers: list[int]):
-        self.model = target.load_model()
-        self.captured: dict[str | int, torch.Tensor] = {}
-        decoder, norm = decoder_of(self.model)
-        for layer in layers:
-            decoder[layer].register_forward_pre_hook(self._keep_input(layer), with_kwargs=True)
-        norm.register_forward_hook(lambda module, inputs, output: self.captured.__setitem__("last", output))
-        self.layers, self.hidden_size = layers, target.hidden_size
+    def __init__(self, model, layers: list[int], hidden_size: int):
+        self.model, self.layers, self.hidden_size = model, layers, hidden_size
+        self.captured: dict[int | str, torch.Tensor] = {}
+        decoder, norm = decoder_of(model)
+        self.hooks = [decoder[layer].register_forward_pre_hook(self._keep_input(layer), with_kwargs=True)
+                      for layer in layers]
+        self.hooks.append(norm.register_forward_hook(
+            lambda module, inputs, output: self.captured.__setitem__("last", output)))
+        self.offload = Offload(model.device)
 
     def _keep_input(self, layer: int):
         def hook(module, inputs, kwargs):
@@ -45,36 +82,103 @@ class TransformersCapture:
         return hook
 
     @torch.inference_mode()
-    def batch(self, ids: list[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(`aux` [L, 3H], `last` [L, H]) of each sequence, on the CPU in the model's type. Padding is on the right,
-        where causal attention keeps it from being seen."""
-        longest = max(map(len, ids))
-        tokens = torch.zeros((len(ids), longest), dtype=torch.long)
-        mask = torch.zeros_like(tokens)
+    def forward(self, ids: list[list[int]]) -> None:
+        """One pass over sequences padded on the right, where causal attention keeps padding from being seen: no mask is
+        needed, and without one the fast attention kernels run."""
+        tokens = torch.zeros((len(ids), max(map(len, ids))), dtype=torch.long)
         for row, sequence in enumerate(ids):
             tokens[row, : len(sequence)] = torch.tensor(sequence)
-            mask[row, : len(sequence)] = 1
-        device = self.model.device
-        arguments = {} if len(ids) == 1 else {"attention_mask": mask.to(device)}
         # logits_to_keep=1: the output projection over all positions would cost more than the capture.
-        self.model(input_ids=tokens.to(device), use_cache=False, logits_to_keep=1, **arguments)
-        aux = torch.cat([self.captured[layer] for layer in self.layers], dim=-1)  # [B, L, 3H]
-        if aux.shape[-1] != 3 * self.hidden_size:
-            raise Refusal(f"captured width is {aux.shape[-1]}, not 3 x {self.hidden_size}; check hidden_states.layers")
-        aux, last = aux.cpu(), self.captured["last"].cpu()
-        return [(aux[row, : len(s)], last[row, : len(s)]) for row, s in enumerate(ids)]
+        self.model(input_ids=tokens.to(self.model.device, non_blocking=True), use_cache=False, logits_to_keep=1)
 
-    def run(self, group: list[Record], batch_tokens: int) -> Iterator[States]:
-        """States of `group`, in its order. Records of similar length share a forward pass."""
-        order = sorted(range(len(group)), key=lambda i: len(group[i].input_ids))
-        found: dict[int, States] = {}
-        batch: list[int] = []
-        for i in [*order, None]:
-            if batch and (i is None or (len(batch) + 1) * len(group[i].input_ids) > batch_tokens):
-                for place, (aux, last) in zip(batch, self.batch([group[b].input_ids for b in batch])):
-                    found[place] = States(group[place], aux, last)
-                batch = []
-            if i is not None:
-                batch.append(i)
-        for i in range(len(group)):
-            yield found.pop(i)
+    @torch.inference_mode()
+    def states(self, ids: list[list[int]]) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """(three captured layers [T, H], final state [T, H]) of sequences end to end, without padding, on the device.
+
+        Raises Refusal if the width is not 3H.
+        """
+        self.forward(ids)
+        longest = max(map(len, ids))
+        real = torch.cat([torch.arange(len(s)) + row * longest for row, s in enumerate(ids)]).to(self.model.device)
+
+        def packed(states):  # [B, L, H] -> [T, H]
+            return states.flatten(0, 1).index_select(0, real)
+
+        layers, last = [packed(self.captured[layer]) for layer in self.layers], packed(self.captured["last"])
+        self.captured.clear()
+        width = sum(part.shape[-1] for part in layers)
+        if width != 3 * self.hidden_size:
+            raise Refusal(f"captured width is {width}, not 3 x {self.hidden_size}; check hidden_states.layers")
+        return layers, last
+
+    def fill(self, batch: list[Job], done: Callable[[Job], None]) -> None:
+        """Captures a batch and sends it to its shards."""
+        ids = [job.record.input_ids for job in batch]
+        with torch.inference_mode():
+            stored = states_to_store(*self.states(ids), batch[0].writer.layout.dtype)
+
+        def write(on_cpu):
+            begin = 0
+            for job, sequence in zip(batch, ids):
+                job.writer.write(job.row, on_cpu, begin, begin + len(sequence))
+                begin += len(sequence)
+                done(job)
+
+        self.offload.submit(stored, write)
+
+
+class TransformersCapture:
+    """Captures on the CPU, or on all GPUs at once: a model and a thread for each, all taking from the same jobs.
+
+    `last` is after the final norm: transformers applies it inside the model, and `lm_head(last)` are the logits.
+    """
+
+    last_is = "after_final_norm"
+
+    def __init__(self, target: Target, layers: list[int], batch_tokens: int = 8192, models: list | None = None):
+        self.batch_tokens = batch_tokens
+        if models is None:
+            models = [target.load_model()]
+            for other in range(1, torch.cuda.device_count()):
+                models.append(target.load_model().to(f"cuda:{other}"))
+        self.replicas = [Replica(model, layers, target.hidden_size) for model in models]
+
+    def batch(self, ids: list[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(`aux` [L, 3H], `last` [L, H]) of each sequence, on the CPU in the model's type, from one pass over all."""
+        layers, last = self.replicas[0].states(ids)
+        lengths = [len(sequence) for sequence in ids]
+        return list(zip(torch.cat(layers, dim=-1).cpu().split(lengths), last.cpu().split(lengths)))
+
+    def run(self, jobs: Iterator[Job], done: Callable[[Job], None]) -> None:
+        """Fills all jobs. Raises the first error of any device, after the others have stopped."""
+        lock, failed = threading.Lock(), []
+
+        def window() -> list[Job]:
+            with lock:
+                taken, tokens = [], 0
+                for job in () if failed else jobs:
+                    taken.append(job)
+                    tokens += len(job.record.input_ids)
+                    if tokens >= WINDOW * self.batch_tokens:
+                        break
+                return taken
+
+        def work(replica: Replica) -> None:
+            try:
+                if replica.offload.cuda:
+                    torch.cuda.set_device(replica.model.device)
+                while taken := window():
+                    for batch in batches(taken, self.batch_tokens):
+                        replica.fill(batch, done)
+                replica.offload.drain()
+            except BaseException as error:  # raised below
+                failed.append(error)
+
+        others = [threading.Thread(target=work, args=(replica,)) for replica in self.replicas[1:]]
+        for thread in others:
+            thread.start()
+        work(self.replicas[0])
+        for thread in others:
+            thread.join()
+        if failed:
+            raise failed[0]

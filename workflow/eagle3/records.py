@@ -6,9 +6,9 @@ Columns: `id`, `input_ids` (int32 list), `loss_mask` (bool list: the tokens that
 
 import json
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterable, Iterator
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
@@ -76,7 +76,10 @@ def build(rows: Iterable[dict], params, stats: Counter) -> Iterator[Record]:
 
 
 def write(path: str | Path, records: Iterable[Record], stats: Counter, params, greedy: bool) -> None:
-    """Writes the file, with `stats` and whether the answers are greedy in its metadata. Raises Refusal if the supervised share is outside its bounds."""
+    """Writes the file, with `stats` and whether the answers are greedy in its metadata.
+
+    Raises Refusal if the supervised share is outside its bounds.
+    """
     with replacing(path) as temporary:
         with parquet.ParquetWriter(temporary, SCHEMA) as writer:
             batch: list[Record] = []

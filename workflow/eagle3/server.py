@@ -47,11 +47,12 @@ def flags_for(settings, target: Target, more: dict[str, Any] | None = None) -> d
 
 
 def command_line(settings, flags: dict[str, Any]) -> list[str]:
-    """True becomes a bare flag; False and None leave it out."""
+    """True becomes a bare flag, a list several words; False and None leave it out."""
     words = list(settings.command or [settings.python, "-m", "sglang.launch_server"])
     for name, value in flags.items():
         if value is not None and value is not False:
-            words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+            values = value if isinstance(value, list) else [] if value is True else [value]
+            words += [f"--{name}", *map(str, values)]
     return words
 
 

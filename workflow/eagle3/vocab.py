@@ -5,8 +5,8 @@ Draft ids rise with target ids, so the two say the same and each can be checked 
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Iterable
 
 import torch
 from safetensors.torch import load_file, save_file

@@ -2,35 +2,61 @@
 
 import _path  # noqa: F401, I001  (first: see there)
 import argparse
+import contextlib
 from pathlib import Path
 
-from eagle3 import extraction, layers, records
+from eagle3 import layers, records
+from eagle3.extraction import Extraction
 from eagle3.files import digest_file
-from eagle3.published import cached_file
-from eagle3.stage import main, running
+from eagle3.published import cached_files
+from eagle3.stage import WORK, Stage, main, running
 from eagle3.target import Target
 
 
 def build(arguments: argparse.Namespace) -> None:
     name = arguments.dataset
     with running(f"extract@{name}", arguments.params, [arguments.records, arguments.target]) as stage:
-        params, target = stage.params.hidden_states, Target(arguments.target)
-        captured = layers.captured_layers(target.num_layers, params.layers)
-        identity = {
-            "target_digest": target.digest, "hidden_size": target.hidden_size, "architecture": target.info["architecture"],
-            "layers": captured, "convention": layers.convention_of(target.info["architecture"], params.convention),
-            "last_is": "after_final_norm", "dtype": params.dtype, "engine": params.engine}
+        target = Target(arguments.target)
+        captured = layers.captured_layers(target.num_layers, stage.params.hidden_states.layers)
+        fixed = identity(target, captured, stage)
+        extraction = Extraction(arguments.records, stage.work, target.hidden_size, fixed, stage.params.hidden_states,
+                                stage.params.runtime, stage.say)
+        extraction.reuse(cached_files(stage.name, str(arguments.out)))
+        extraction.refuse_if_disk_too_small()
+        extraction.capture(lambda: capturing(target, captured, fixed["convention"], stage), target.head,
+                           records.metadata(arguments.records)["greedy"])
+        extraction.publish(arguments.out, {"records_digest": digest_file(arguments.records),
+                                           "tokenizer_digest": target.info["tokenizer_digest"]})
 
-        def make_capture():
-            from eagle3.capture import TransformersCapture
 
-            return TransformersCapture(target, captured)
+def identity(target: Target, captured: list[int], stage: Stage) -> dict:
+    """What determines the states of given ids; first in the manifest, and part of every shard's key."""
+    params = stage.params.hidden_states
+    return {
+        "target_digest": target.digest, "hidden_size": target.hidden_size, "architecture": target.info["architecture"],
+        "layers": captured, "convention": layers.convention_of(target.info["architecture"], params.convention),
+        "last_is": "after_final_norm", "dtype": params.dtype, "engine": params.engine}
 
-        extraction.extract(
-            arguments.records, arguments.out, stage.work, make_capture, target, identity, params, stage.params.runtime,
-            reusable=lambda key: cached_file(stage.name, str(arguments.out), f"{key}.safetensors"),
-            greedy=records.metadata(arguments.records)["greedy"], more={"records_digest": digest_file(arguments.records),
-                                "tokenizer_digest": target.info["tokenizer_digest"]}, say=stage.say)
+
+@contextlib.contextmanager
+def capturing(target: Target, captured: list[int], convention: str, stage: Stage):
+    """The engine that runs the target: in this process, or a server that the stage holds for as long."""
+    runtime, settings = stage.params.runtime, stage.params.server
+    if stage.params.hidden_states.engine == "transformers":
+        from eagle3.capture import TransformersCapture
+
+        yield TransformersCapture(target, captured, runtime.batch_tokens)
+        return
+    from eagle3.server import lease
+    from eagle3.sglang_capture import SglangCapture, engine_version, server_environment
+    from eagle3.sglang_hooks import server_flags
+
+    environment = server_environment(settings.environment)
+    flags = {} if settings.endpoints else server_flags(
+        engine_version(settings.python, settings.command, environment), captured,
+        layers.config_ids(captured, convention), str(WORK.resolve()))
+    with lease(settings, target, flags, environment, stage.say) as held:
+        yield SglangCapture(held.urls, runtime.concurrency, runtime.request_timeout, runtime.max_tries)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ def build(arguments: argparse.Namespace) -> None:
         required = vocab.required_ids(target.tokenizer, target.stop_ids, target.vocab_size)
         ids = vocab.choose(train, required, size, target.vocab_size)
         chosen = set(ids)
-        coverage = {split: share(sum((c[split] for c in counts.values()), Counter()), chosen) for split in ("train", "validation")}
+        coverage = {split: share(sum((c[split] for c in counts.values()), Counter()), chosen)
+                    for split in ("train", "validation")}
         if coverage["train"] < stage.params.vocab.min_coverage:
             raise Refusal(f"the draft vocabulary of {size} covers {coverage['train']:.1%} of supervised tokens, less than "
                           f"vocab.min_coverage {stage.params.vocab.min_coverage:.1%}; raise vocab.size")
