@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 CORES ?= all
 
-.PHONY: drafter bench plan trace push test test-recipe test-slurm deps docs lint
+.PHONY: drafter bench plan trace push test test-recipe test-slurm deps docs graph lint
 
 drafter: $(VENV)/ready
 	snakemake --cores $(CORES) drafter
@@ -46,9 +46,14 @@ lint: $(VENV)/ready-test
 deps: $(VENV)/ready
 	PYTHONPATH=workflow python -m eagle3.code
 
-# Writes docs/params.md from the schema.
+# Writes docs/params.md from the schema and docs/failures.md from its parts.
 docs: $(VENV)/ready
 	PYTHONPATH=workflow python -m eagle3.reference
+	PYTHONPATH=workflow python -m eagle3.failures
+
+# Draws the graph of stages as Snakemake sees it; needs Graphviz.
+graph: $(VENV)/ready
+	snakemake --cores 1 --rulegraph -- bench | dot -Tsvg > docs/stages.svg
 
 $(VENV)/bin/python:
 	python3 -m venv $(VENV)
