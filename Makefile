@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 CORES ?= all
 
-.PHONY: drafter bench plan trace push test test-recipe test-slurm deps docs graph lint
+.PHONY: drafter bench plan status trace push test test-recipe test-slurm deps docs graph lint
 
 drafter: $(VENV)/ready
 	snakemake --cores $(CORES) drafter
@@ -16,6 +16,10 @@ bench: $(VENV)/ready
 # Rows, tokens, bytes and hours of the build in params.yaml, before anything runs. make plan ARGS=--json
 plan: $(VENV)/ready
 	@python workflow/scripts/plan.py $(ARGS)
+
+# How far the answers are: rows, tokens/s, time left, server health. make status ARGS=--watch
+status: $(VENV)/ready
+	@python workflow/scripts/status.py $(ARGS)
 
 # What a drafter was made from, and what of it is missing here. make trace DRAFTER=some/folder
 DRAFTER ?= data/drafter
