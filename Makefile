@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 CORES ?= all
 
-.PHONY: drafter bench doctor plan trace push status test test-recipe test-sglang test-slurm deps docs lint
+.PHONY: drafter bench doctor plan trace push status test test-recipe test-sglang test-slurm deps docs graph lint
 
 drafter: $(VENV)/ready
 	snakemake --cores $(CORES) drafter
@@ -16,6 +16,10 @@ bench: $(VENV)/ready
 # Rows, tokens, bytes and hours of the build in params.yaml, before anything runs. make plan ARGS=--json
 plan: $(VENV)/ready
 	@python workflow/scripts/plan.py $(ARGS)
+
+# How far the answers are: rows, tokens/s, time left, server health. make status ARGS=--watch
+status: $(VENV)/ready
+	@python workflow/scripts/status.py $(ARGS)
 
 # What a drafter was made from, and what of it is missing here. make trace DRAFTER=some/folder
 DRAFTER ?= data/drafter
@@ -59,9 +63,14 @@ lint: $(VENV)/ready-test
 deps: $(VENV)/ready
 	PYTHONPATH=workflow python -m eagle3.code
 
-# Writes docs/params.md from the schema.
+# Writes docs/params.md from the schema and docs/failures.md from its parts.
 docs: $(VENV)/ready
 	PYTHONPATH=workflow python -m eagle3.reference
+	PYTHONPATH=workflow python -m eagle3.failures
+
+# Draws the graph of stages as Snakemake sees it; needs Graphviz.
+graph: $(VENV)/ready
+	snakemake --cores 1 --rulegraph -- bench | dot -Tsvg > docs/stages.svg
 
 $(VENV)/bin/python:
 	python3 -m venv $(VENV)

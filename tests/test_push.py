@@ -52,6 +52,16 @@ def test_answers_and_drafter_are_pushed_but_states_stay(project):
     assert "extract@one" in content(project.parent / "remote")
 
 
+def test_a_clone_pulls_what_was_pushed(project):
+    for command in (["add", "-A"], ["commit", "-qm", "built"]):
+        subprocess.run(["git", *command], cwd=project, check=True)
+    clone = project.parent / "clone"
+    subprocess.run(["git", "clone", "-q", str(project), str(clone)], check=True)
+    tiny.run(clone, "dvc", "pull", "train", "generate@one")
+    assert json.loads((clone / STAGES["train"]).read_text()) == {"content of": "train"}
+    assert (clone / STAGES["generate@one"]).exists()
+
+
 def test_a_file_that_is_not_there_to_be_sent_is_an_error(project):
     """catalogue H10: the listing of a folder must not arrive without its files in silence."""
     lost = [path for path in (project / ".dvc/cache/files/md5").rglob("*")
