@@ -8,14 +8,15 @@ knows is still matched by the digests that its training.json holds.
 import hashlib
 import json
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 import yaml
 
 from eagle3.errors import Refusal
 from eagle3.files import CHUNK, digest_file, read_json
-from eagle3.published import _cache_folder, _object
+from eagle3.published import cache_config, cache_object
 
 LOCK = "dvc.lock"
 ORDER = ("target", "prepare", "generate", "tokenize", "vocab", "extract", "train", "bench")
@@ -86,25 +87,25 @@ class Store:
     """Content by its md5, from DVC's cache."""
 
     def __init__(self):
-        self.cache = _cache_folder()
+        self.cache = cache_config()[0]
 
     def listing(self, md5: str) -> dict[str, str] | None:
         """relpath -> md5 of a folder's files; None if the list itself is not here."""
-        path = _object(self.cache, md5)
+        path = cache_object(self.cache, md5)
         return {entry["relpath"]: entry["md5"] for entry in json.loads(path.read_text())} if path.exists() else None
 
     def has(self, md5: str) -> bool:
         """Whether all of it is on this machine."""
         if not md5.endswith(".dir"):
-            return _object(self.cache, md5).exists()
+            return cache_object(self.cache, md5).exists()
         listing = self.listing(md5)
-        return listing is not None and all(_object(self.cache, member).exists() for member in listing.values())
+        return listing is not None and all(cache_object(self.cache, member).exists() for member in listing.values())
 
     def file(self, md5: str, name: str = "") -> Path | None:
         """Path of a file, or of the member `name` of a folder, if it is here."""
         if md5.endswith(".dir"):
             md5 = (self.listing(md5) or {}).get(name, "")
-        path = _object(self.cache, md5) if md5 else None
+        path = cache_object(self.cache, md5) if md5 else None
         return path if path and path.exists() else None
 
 

@@ -17,9 +17,9 @@ def cached_files(stage: str, out: str) -> dict[str, Path]:
         cache, _ = cache_config()
         for entry in (read_yaml("dvc.lock") or {}).get("stages", {}).get(stage, {}).get("outs", []):
             if entry["path"] == out and entry.get("md5", "").endswith(".dir"):
-                listing = _object(cache, entry["md5"])
+                listing = cache_object(cache, entry["md5"])
                 for member in json.loads(listing.read_text()) if listing.exists() else []:
-                    if (file := _object(cache, member["md5"])).exists():
+                    if (file := cache_object(cache, member["md5"])).exists():
                         found[member["relpath"]] = file
     here = {str(p.relative_to(out)): p for p in Path(out).rglob("*") if p.is_file()} if Path(out).is_dir() else {}
     return {**found, **here}
@@ -30,7 +30,8 @@ def cached_file(stage: str, out: str, name: str) -> Path | None:
     return cached_files(stage, out).get(name)
 
 
-def _object(cache: Path, md5: str) -> Path:
+def cache_object(cache: Path, md5: str) -> Path:
+    """Where DVC's cache keeps the content with this md5."""
     return cache / "files" / "md5" / md5[:2] / md5[2:]
 
 
