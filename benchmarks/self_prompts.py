@@ -1,21 +1,18 @@
 """Prompts by the target itself: sampled continuations of an open user turn, for studies that need more prompts than
 packages ship.
 
-    python benchmarks/self_prompts.py --url http://127.0.0.1:30000 --target /models/target --count 40000 --out prompts.jsonl
+    python benchmarks/self_prompts.py --target /models/target --count 20000 --out prompts.jsonl
 
-Writes {"prompt": text} lines, distinct, stripped, 8 to 600 characters long. The server must be SGLang's.
+Writes {"prompt": text} lines: distinct, finished by the model, 8 to 600 characters long. Runs in process on the GPU.
 """
 
 import argparse
-import asyncio
 import json
-import sys
 import time
 from pathlib import Path
 
-import aiohttp
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "workflow"))
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 MARK = "HERE-STANDS-THE-PROMPT"
 
@@ -23,27 +20,7 @@ MARK = "HERE-STANDS-THE-PROMPT"
 def opening(tokenizer) -> list[int]:
     """Ids of everything that the chat template writes before a user's text."""
     text = tokenizer.apply_chat_template([{"role": "user", "content": MARK}], tokenize=False)
-    before = text.partition(MARK)[0]
-    return tokenizer(before, add_special_tokens=False)["input_ids"]
-
-
-async def sample(url: str, ids: list[int], count: int, batch: int) -> list[str]:
-    """`count` sampled texts."""
-    found: list[str] = []
-
-    async def one(session, size):
-        body = {"input_ids": [ids] * size, "sampling_params": {"temperature": 1.0, "top_p": 0.98, "max_new_tokens": 96}}
-        async with session.post(f"{url}/generate", json=body) as answer:
-            answer.raise_for_status()
-            found.extend(row["text"] for row in await answer.json()
-                         if row["meta_info"]["finish_reason"]["type"] == "stop")
-
-    timeout = aiohttp.ClientTimeout(total=None, sock_read=600)
-    async with aiohttp.ClientSession(timeout=timeout) as session:
-        # A few large requests at a time keep the server full without one response of gigabytes.
-        for _ in range(0, count, 8 * batch):
-            await asyncio.gather(*(one(session, batch) for _ in range(8)))
-    return found
+    return tokenizer(text.partition(MARK)[0], add_special_tokens=False)["input_ids"]
 
 
 def usable(texts: list[str]) -> list[str]:
@@ -51,19 +28,34 @@ def usable(texts: list[str]) -> list[str]:
     return [text for text in kept if 8 <= len(text) <= 600 and "<|" not in text]
 
 
-def main() -> None:
-    from transformers import AutoTokenizer
+@torch.inference_mode()
+def sample(model, tokenizer, count: int, batch: int, max_new_tokens: int) -> list[str]:
+    """About `count` texts that end with the model's own end of turn."""
+    ids = torch.tensor([opening(tokenizer)] * batch, device=model.device)
+    found: list[str] = []
+    while len(found) < count:
+        answers = model.generate(ids, do_sample=True, temperature=1.0, top_p=0.98, max_new_tokens=max_new_tokens,
+                                 eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.eos_token_id)[:, ids.shape[1]:]
+        ended = [row for row in answers.tolist() if row[-1] == tokenizer.eos_token_id]
+        found += tokenizer.batch_decode(ended, skip_special_tokens=True)
+    return found
 
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:30000")
     parser.add_argument("--target", required=True)
-    parser.add_argument("--count", type=int, default=40000)
-    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--count", type=int, default=20000)
+    parser.add_argument("--batch", type=int, default=2048)
+    parser.add_argument("--max-new-tokens", type=int, default=80)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    ids = opening(AutoTokenizer.from_pretrained(arguments.target))
+    torch.manual_seed(arguments.seed)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokenizer = AutoTokenizer.from_pretrained(arguments.target)
+    model = AutoModelForCausalLM.from_pretrained(arguments.target, dtype="auto").to(device).eval()
     started = time.monotonic()
-    prompts = usable(asyncio.run(sample(arguments.url, ids, arguments.count, arguments.batch)))
+    prompts = usable(sample(model, tokenizer, arguments.count, arguments.batch, arguments.max_new_tokens))
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with open(arguments.out, "w", encoding="utf-8") as file:
         file.writelines(json.dumps({"prompt": text}, ensure_ascii=False) + "\n" for text in prompts)
