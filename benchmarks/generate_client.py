@@ -44,12 +44,14 @@ def lay_out(work: Path, rows: int, port: int, concurrency: int) -> None:
     content["runtime"] = {"concurrency": concurrency, "reserve_bytes": 0}
     (work / "params.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
     (work / "dvc.yaml").write_text((ROOT / "dvc.yaml").read_text())
+    if not (work / "workflow").exists():
+        (work / "workflow").symlink_to(ROOT / "workflow")
 
 
 def stage(work: Path, script: str, *words: str) -> dict:
     """Runs a stage; seconds, CPU seconds and peak memory of its process."""
     begun = time.monotonic()
-    process = subprocess.Popen([sys.executable, str(ROOT / f"workflow/scripts/{script}.py"), *words], cwd=work)
+    process = subprocess.Popen([sys.executable, f"workflow/scripts/{script}.py", *words], cwd=work)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:

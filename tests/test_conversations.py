@@ -3,7 +3,6 @@
 import json
 
 import pytest
-
 from eagle3 import conversations
 from eagle3.errors import Reject
 
@@ -82,7 +81,6 @@ def test_none_valued_keys_are_dropped_at_any_depth(tmp_path):
     """Catalogue A04, A05: Arrow gives every object every key; hash and rendering must not see them."""
     import pyarrow as pa
     import pyarrow.parquet as parquet
-
     from eagle3 import schema, sources
 
     def tool(**properties):

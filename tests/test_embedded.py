@@ -14,21 +14,21 @@ from pathlib import Path
 
 import pytest
 import tiny
-
 from eagle3 import params, prompts, sources
 from eagle3.render import Renderer
 from eagle3.target import Target
 
 PARAMS = params.load(tiny.ROOT / "params.yaml")
 ENGLISH = (
-    "The town lies on a slow river, an hour from the coast by train. Most of its houses were built between the two wars, "
-    "when the paper mill was at its largest and people moved in from the villages around. Today the mill is a museum, and "
-    "many of those who live here work in the city and come home in the evening. On Saturdays there is a market on the square "
-    "in front of the church, where farmers sell vegetables, cheese and bread. In summer the river is low enough to walk "
-    "across, and children build dams of stones that the first storm of autumn washes away.")
-TEXTS = ["", " ", "Hello, world!", "In 2024, 3.14159 x 10^23 = 42", "1234567890", "a1b22c333", " 007 ", "don't we'll I'M", "über straße",
-         "日本語と中文 123", "emoji 😀👍🏽 2x", "tabs\tand\nnew\n\nlines  \n  x", "def f(x):\n    return x**2 + 10_000\n", "½ ² ٣ ௧ Ⅷ",
-         "a" * 50, "\u00a0\u2003wide", "!!!???...---", "x=1;y=2", "https://example.org/?q=1&p=22", "CamelCaseWord HTTPServer2"]
+    "The town lies on a slow river, an hour from the coast by train. Most of its houses were built between the two "
+    "wars, when the paper mill was at its largest and people moved in from the villages around. Today the mill is a "
+    "museum, and many of those who live here work in the city and come home in the evening. On Saturdays there is a "
+    "market on the square in front of the church, where farmers sell vegetables, cheese and bread. In summer the river "
+    "is low enough to walk across, and children build dams of stones that the first storm of autumn washes away.")
+TEXTS = ["", " ", "Hello, world!", "In 2024, 3.14159 x 10^23 = 42", "1234567890", "a1b22c333", " 007 ", "don't we'll I'M",
+         "über straße", "日本語と中文 123", "emoji 😀👍🏽 2x", "tabs\tand\nnew\n\nlines  \n  x", "½ ² ٣ ௧ Ⅷ", "a" * 50,
+         "def f(x):\n    return x**2 + 10_000\n", "\u00a0\u2003wide", "!!!???...---", "x=1;y=2",
+         "https://example.org/?q=1&p=22", "CamelCaseWord HTTPServer2"]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,8 @@ def embedded() -> Target:
         work.mkdir(parents=True)
         for name in ("params.yaml", "dvc.yaml"):
             shutil.copy(tiny.ROOT / name, work)
-        subprocess.run([sys.executable, tiny.ROOT / "workflow/scripts/target.py", "--out", "data/target"], cwd=work, check=True)
+        (work / "workflow").symlink_to(tiny.ROOT / "workflow")
+        subprocess.run([sys.executable, "workflow/scripts/target.py", "--out", "data/target"], cwd=work, check=True)
     return Target(work / "data/target")
 
 
@@ -118,7 +119,8 @@ def test_chat_template_and_special_tokens(embedded):
     assert (start, end) == (1, 2) and tokenizer.eos_token_id == end and embedded.stop_ids == [2]
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "q 12"}]
     ids = renderer.prompt_ids(messages)
-    assert tokenizer.decode(ids) == "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nq 12<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(ids) == ("<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nq 12<|im_end|>\n"
+                                     "<|im_start|>assistant\n")
     assert ids.count(start) == 3 and ids.count(end) == 2
     whole = renderer.full_ids([*messages, {"role": "assistant", "content": "a"}])
     assert whole[: len(ids)] == ids and end in whole[len(ids):]

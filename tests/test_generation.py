@@ -5,7 +5,6 @@ import random
 
 import pytest
 from answer_worker import PlainRenderer
-
 from eagle3 import generation, prompts, responses
 from eagle3.engines import Result
 from eagle3.errors import Refusal, Reject
@@ -28,7 +27,7 @@ def answering(folder, path, journal, context=64, budget=None, sampling=SAMPLING)
     return generation.Answering(path, PlainRenderer(), journal, sampling, context, budget)
 
 
-def answer(request, order=random.Random(0)):  # noqa: B008
+def answer(request, order=random.Random(0)):
     length = 1 + request.prompt_ids[0] % request.max_new_tokens
     cut = length == request.max_new_tokens
     return Result(request, [7] * length, "length" if cut else "stop")

@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-
 from eagle3.journal import Journal, answer_key, is_success
 
 SETTINGS = {"temperature": 0, "dtype": "bfloat16", "kv_cache_dtype": "auto"}

@@ -5,7 +5,6 @@ import random
 from types import SimpleNamespace
 
 import pytest
-
 from eagle3 import prompts, schema
 from eagle3.errors import Refusal, Reject
 
@@ -26,7 +25,8 @@ class Words:
 
 
 def dataset(cap=None, **more):
-    return SimpleNamespace(**{"format": "auto", "columns": {}, "answers": "generate", "max_turns": 8, "max_samples": cap, **more})
+    return SimpleNamespace(**{"format": "auto", "columns": {}, "answers": "generate", "max_turns": 8, "max_samples": cap,
+                              **more})
 
 
 def rows(count):

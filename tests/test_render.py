@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 import tiny
-
 from eagle3.errors import Refusal, Reject
 from eagle3.render import Renderer, probe
 from eagle3.target import Target
@@ -52,7 +51,7 @@ def test_the_prompt_is_a_prefix_of_prompt_and_answer(renderer):
 
 def test_template_arguments_are_the_targets(renderer):
     """Catalogue B03: one block of arguments for every stage."""
-    template = tiny.TEMPLATE + "{% if enable_thinking is defined and not enable_thinking %}{{ '<think></think>' }}{% endif %}"
+    template = tiny.TEMPLATE + "{% if enable_thinking is defined and not enable_thinking %}{{ '<no>' }}{% endif %}"
     plain, off = renderer(template).prompt_ids(TURNS[:1]), None
     off = renderer(template, chat_template_kwargs={"enable_thinking": False}).prompt_ids(TURNS[:1])
     assert off[: len(plain)] == plain and len(off) > len(plain)
@@ -100,5 +99,6 @@ def test_tools_reach_the_prompt_whether_the_template_prints_them_or_not(renderer
 def test_whether_history_is_kept_is_probed(renderer):
     """Catalogue B04."""
     assert probe(renderer())["history_is_kept"]
-    drops = "{% for m in messages %}{{ m['role'] + ' ' + (m['content'] if loop.last or m['role'] == 'user' else '') }}{% endfor %}"
+    drops = ("{% for m in messages %}{{ m['role'] + ' ' }}"
+             "{% if loop.last or m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}")
     assert not probe(renderer(drops))["history_is_kept"]

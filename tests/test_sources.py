@@ -9,7 +9,6 @@ import tarfile
 import zipfile
 
 import pytest
-
 from eagle3 import schema, sources
 from eagle3.errors import Refusal
 

@@ -1,5 +1,6 @@
 """The one place where messages become token ids: the target's chat template, the same for every stage."""
 
+import re
 from datetime import date
 from typing import Any
 
@@ -17,10 +18,11 @@ class Renderer:
         self.tokenizer = target.tokenizer
         self.kwargs = target.info["chat_template_kwargs"]
         day = date.fromisoformat(target.info["template_date"])
-        # Templates that print today's date would give other ids tomorrow; these two arguments are how they ask for it.
-        self.clock = {"strftime_now": day.strftime, "date_string": day.strftime("%d %b %Y")}
+        # Templates that print today's date would give other ids tomorrow; these are the two ways in which they ask for it.
+        self.clock = {"date_string": day.strftime("%d %b %Y")}
         if not self.tokenizer.chat_template:
             raise Refusal(f"the tokenizer at {target.path} has no chat template; add chat_template.jinja to that folder")
+        self.tokenizer.chat_template = with_date(self.tokenizer.chat_template, day)
         self.specials = sorted({t for t in self.tokenizer.all_special_tokens} |
                                {t.content for t in self.tokenizer.added_tokens_decoder.values() if t.special})
         template = self.tokenizer.chat_template
@@ -80,6 +82,21 @@ class Renderer:
             return "probe_tool" in self._text(message, probe, True)
         except Reject:
             return False
+
+
+def with_date(template: Any, day: date) -> Any:
+    """The template (or templates by name) with every `strftime_now("format")` replaced by that date as a text.
+
+    transformers offers the function to templates as a global that no argument overrides. Raises Refusal where the
+    format is not a plain text, since the date would then be today's.
+    """
+    if isinstance(template, dict):
+        return {name: with_date(text, day) for name, text in template.items()}
+    fixed = re.sub(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""", lambda match: repr(day.strftime(match[2])), template)
+    if re.search(r"strftime_now\s*\(", fixed):
+        raise Refusal("the chat template prints today's date in a form that cannot be fixed to target.template_date; put "
+                      "the date into chat_template.jinja by hand")
+    return fixed
 
 
 def with_reasoning_apart(message: dict) -> dict:
