@@ -10,6 +10,7 @@ Prompts are short and all different; answers have up to 24 ids. The tokenizer is
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -44,8 +45,8 @@ def lay_out(work: Path, rows: int, port: int, concurrency: int) -> None:
     content["runtime"] = {"concurrency": concurrency, "reserve_bytes": 0}
     (work / "params.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
     (work / "dvc.yaml").write_text((ROOT / "dvc.yaml").read_text())
-    if not (work / "workflow").exists():
-        (work / "workflow").symlink_to(ROOT / "workflow")
+    shutil.rmtree(work / "workflow", ignore_errors=True)
+    shutil.copytree(ROOT / "workflow", work / "workflow", ignore=shutil.ignore_patterns("__pycache__"))
 
 
 def stage(work: Path, script: str, *words: str) -> dict:

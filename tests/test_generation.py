@@ -172,6 +172,18 @@ def test_published_rows_count_on_a_machine_without_a_journal(in_tmp, journal):
         assert answering(in_tmp, path, other).adopt(rows(in_tmp / "out")) == 0
 
 
+def test_broken_answers_are_counted(in_tmp):
+    """Catalogue C19: corrupt output with a success status shows in the shares, not in the rows."""
+    good, loop = list(range(200)), [*range(100), *[7, 8, 9] * 30]
+    assert not responses.looks_broken(good, "text") and responses.looks_broken(loop, "text")
+    assert responses.looks_broken(good, "te\ufffdxt") and not responses.looks_broken(good, "cut\ufffd")
+    assert not responses.looks_broken([7] * 20, "short")
+    with responses.writing(in_tmp / "out", {}) as writer:
+        for ids in (good, loop, good):
+            writer.answer("x", [{"output_ids": ids, "text": "", "finish_reason": "stop"}])
+    assert (writer.broken, writer.answered) == (1, 3)
+
+
 class Rendering:
     """A template that writes `<role> ids </role>` and, as some do, drops the thoughts (ids over 900) of history."""
 

@@ -8,9 +8,9 @@
 import json
 import shutil
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Iterator
 
 from eagle3.errors import Refusal
 from eagle3.files import read_json, read_jsonl, replacing, write_json
@@ -23,13 +23,14 @@ class Writer:
         self.rows = open(folder / ROWS, "w", encoding="utf-8")
         self.errors = open(folder / ERRORS, "w", encoding="utf-8")
         self.causes: Counter = Counter()
-        self.answered, self.failed, self.truncated, self.tokens = 0, 0, 0, 0
+        self.answered, self.failed, self.truncated, self.tokens, self.broken = 0, 0, 0, 0, 0
 
     def answer(self, identifier: str, turns: list[dict]) -> None:
         self.rows.write(json.dumps({"id": identifier, "turns": turns}, ensure_ascii=False) + "\n")
         self.answered += 1
         self.truncated += turns[-1]["finish_reason"] == "length"
         self.tokens += sum(len(turn["output_ids"]) for turn in turns)
+        self.broken += any(looks_broken(turn["output_ids"], turn["text"]) for turn in turns)
 
     def error(self, row: dict) -> None:
         self.errors.write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -39,6 +40,15 @@ class Writer:
     def reasons(self) -> str:
         """The errors by reason, most frequent first."""
         return ", ".join(f"{reason} {count}" for reason, count in self.causes.most_common())
+
+
+def looks_broken(output_ids: list[int], text: str) -> bool:
+    """Whether an answer ends in a loop (64 tokens with at most 4 different ones) or has unreadable characters in it.
+
+    A server whose memory ran out, or whose kernels are wrong, answers so with every sign of success; a small model loops
+    by itself now and then. What counts is the share. A character that the last token cuts in half is no sign.
+    """
+    return "\ufffd" in text.rstrip("\ufffd") or (len(output_ids) >= 64 and len(set(output_ids[-65:-1])) <= 4)
 
 
 @contextmanager

@@ -14,6 +14,8 @@ from eagle3.stage import Stage, main, running
 from eagle3.status import Status
 from eagle3.target import Target, numerics
 
+BROKEN_SHARE = 0.05  # more answers that look broken are worth a word
+
 
 def build(arguments: argparse.Namespace) -> None:
     name = arguments.dataset
@@ -27,6 +29,9 @@ def build(arguments: argparse.Namespace) -> None:
             writer = _generate(stage, name, target, arguments)
             generation.refuse_if_too_many_errors(name, writer, stage.params.generate.max_error_rate)
         share = writer.truncated / writer.answered
+        if writer.broken > BROKEN_SHARE * writer.answered:
+            stage.say(f"look at the answers: {writer.broken} of {writer.answered} end in a loop or hold unreadable "
+                      "characters; the server's memory, its kernels or the sampling may be wrong")
         stage.say(f"{writer.answered} prompts answered with {writer.tokens:,} tokens, {writer.failed} errors, "
                   f"{share:.0%} cut by max_new_tokens")
 
