@@ -1,4 +1,7 @@
-"""One run of generation in a process that tests can kill: python tests/answer_worker.py FOLDER
+"""Runs of generation in processes that tests can kill: python tests/answer_worker.py < LINES
+
+Each line of standard input names a FOLDER; a process of its own is forked for it, its pid printed, and its exit code when
+it ends. So a run starts without importing everything again, which lets a test kill hundreds of them.
 
 FOLDER holds `target/`, `prompts.parquet` and `settings.json` (the section `server`, and `concurrency`); the journal is
 in FOLDER/work, the artifact in FOLDER/out. Everything is the real thing except the renderer, which needs no tokenizer
@@ -7,7 +10,9 @@ and so starts at once.
 
 import itertools
 import json
+import os
 import sys
+import traceback
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "workflow")]
@@ -47,5 +52,27 @@ def main(folder: Path) -> None:
         answering.publish(folder / "out", {"made_by": journal.made_by()})
 
 
+def fork(folder: Path) -> int:
+    """Starts a run in a process of its own, whose output goes to FOLDER/worker.log. Returns its pid."""
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        log = os.open(folder / "worker.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.chdir(folder.parent)
+        main(folder)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    for line in sys.stdin:
+        child = fork(Path(line.strip()))
+        print(child, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)

@@ -45,9 +45,29 @@ def lines(folder: Path) -> list[bytes]:
     return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
 
 
-def run(folder: Path) -> subprocess.Popen:
-    with open(folder / "worker.log", "ab") as log:
-        return subprocess.Popen([sys.executable, str(WORKER), str(folder)], cwd=folder.parent, stdout=log, stderr=log)
+class Runs:
+    """Starts runs of generation, one after another, and waits for them."""
+
+    def __init__(self):
+        self.process = subprocess.Popen([sys.executable, str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def start(self, folder: Path) -> None:
+        self.folder = folder
+        print(folder, file=self.process.stdin, flush=True)
+        self.pid = int(self.process.stdout.readline())
+
+    def running(self) -> bool:
+        return not serving.gone(self.pid)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        assert self.process.stdout.readline() == "-9\n", self.log()
+
+    def finish(self) -> None:
+        assert self.process.stdout.readline() == "0\n", self.log()
+
+    def log(self) -> str:
+        return (self.folder / "worker.log").read_text()[-2000:]
 
 
 def test_killed_at_random_nothing_is_lost_repeated_or_mixed(in_tmp, monkeypatch):
@@ -60,29 +80,29 @@ def test_killed_at_random_nothing_is_lost_repeated_or_mixed(in_tmp, monkeypatch)
     chooser = random.Random()
     killed: Counter = Counter()
     with server.lease(settings, target, say=print):  # one server, which outlives its users
-        worker, last = run(wild), 0
+        runs, last = Runs(), 0
+        runs.start(wild)
         while sum(killed.values()) < KILLS:
-            wait_until(lambda: len(lines(wild)) > last or worker.poll() is not None, 120)  # noqa: B023
-            assert worker.poll() is None, (wild / "worker.log").read_text()[-2000:]
+            wait_until(lambda: len(lines(wild)) > last or not runs.running(), 120)  # noqa: B023
+            assert runs.running(), runs.log()
             time.sleep(chooser.uniform(0, 0.2))
             what = chooser.choice(("generator", "server", "both"))
-            state = server.read_state()
             if what != "generator":
                 try:
-                    os.kill(state["server"] or 0x3FFFFFFF, signal.SIGKILL)
+                    os.kill(server.read_state()["server"] or 0x3FFFFFFF, signal.SIGKILL)
                 except ProcessLookupError:
                     continue  # it is just being started again
             if what != "server":
-                worker.kill()
-                worker.wait()
+                runs.kill()
             killed[what] += 1
             acknowledged = lines(wild)
             last = len(acknowledged)
             if what != "server":
-                worker = run(wild)
-        assert worker.wait(300) == 0, (wild / "worker.log").read_text()[-2000:]
+                runs.start(wild)
+        runs.finish()
         assert lines(wild)[:last] == acknowledged
-        assert run(calm).wait(300) == 0, (calm / "worker.log").read_text()[-2000:]
+        runs.start(calm)
+        runs.finish()
     print(f"killed {dict(killed)}, {len(lines(wild))} rows")
     keys = Counter(json.loads(line)["key"] for line in lines(wild))
     assert max(keys.values()) == 1 and keys.keys() == {json.loads(line)["key"] for line in lines(calm)}
