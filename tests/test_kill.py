@@ -49,7 +49,8 @@ class Runs:
     """Starts runs of generation, one after another, and waits for them."""
 
     def __init__(self):
-        self.process = subprocess.Popen([sys.executable, str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen([sys.executable, str(WORKER)], text=True, stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE)
 
     def start(self, folder: Path) -> None:
         self.folder = folder
