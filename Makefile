@@ -63,9 +63,10 @@ lint: $(VENV)/ready-test
 deps: $(VENV)/ready
 	PYTHONPATH=workflow python -m eagle3.code
 
-# Writes docs/params.md from the schema and docs/failures.md from its parts.
+# Writes docs/params.md and docs/report.md from their schemas, and docs/failures.md from its parts.
 docs: $(VENV)/ready
 	PYTHONPATH=workflow python -m eagle3.reference
+	PYTHONPATH=workflow python -m eagle3.report_schema
 	PYTHONPATH=workflow python -m eagle3.failures
 
 # Draws the graph of stages as Snakemake sees it; needs Graphviz.

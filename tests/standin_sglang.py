@@ -24,10 +24,11 @@ def arguments(command_line: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model-path", required=True)
+    parser.add_argument("--weight-version")
     parser.add_argument("--speculative-algorithm")
     parser.add_argument("--speculative-draft-model-path")
     for name in ("speculative-num-steps", "speculative-eagle-topk", "speculative-num-draft-tokens", "max-running-requests",
-                 "cuda-graph-max-bs", "random-seed"):
+                 "cuda-graph-max-bs", "random-seed", "context-length"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--wrong", choices=KINDS, default="")
     return parser.parse_known_args(command_line)[0]
@@ -63,6 +64,9 @@ class Standin:
         return {**found, "version": "0.5.14", "dtype": "float32", "max_running_requests": limit,
                 "internal_states": [{"effective_max_running_requests_per_dp": limit,
                                      "memory_usage": {"token_capacity": 4096}}]}
+
+    def model_info(self) -> dict:
+        return {"model_path": self.given.model_path, "weight_version": self.given.weight_version}
 
     def answer(self, body: dict):
         """Yields one event per decoding step, as a stream does; the last one is the whole answer."""
@@ -104,7 +108,8 @@ def handler(standin: Standin):
             self.wfile.write(content)
 
         def do_GET(self):
-            self.reply(200, json.dumps(standin.info())) if self.path == "/server_info" else self.reply(404, "{}")
+            known = {"/server_info": standin.info, "/model_info": standin.model_info}
+            self.reply(200, json.dumps(known[self.path]())) if self.path in known else self.reply(404, "{}")
 
         def do_POST(self):
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))

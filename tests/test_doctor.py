@@ -50,8 +50,8 @@ def found(folder, target, subject: str, verdict: str) -> str:
 def test_ours_is_sound(sound, tiny_target):
     findings = doctor.examine(sound, tiny_target)
     assert {f.verdict for f in findings} == {doctor.GOOD}
-    assert [f.subject for f in findings] == ["flag", "sizes", "tensors", "draft vocabulary", "embedding", "layer ids", "RoPE",
-                                             "context", "dtype"]
+    subjects = ["flag", "sizes", "tensors", "draft vocabulary", "embedding", "layer ids", "RoPE", "context", "dtype"]
+    assert [f.subject for f in findings] == subjects
     assert "--speculative-algorithm EAGLE3" in findings[0].reason
 
 
@@ -145,7 +145,7 @@ def test_own_embedding_is_fine(broken, tiny_target):
 
 @pytest.mark.parametrize("config, text, verdict", [
     ({"rope_theta": ..., "rope_parameters": ...}, "fall back to 10000", doctor.BAD),
-    ({"rope_theta": 10000.0, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}, "instead of 5000", doctor.BAD),
+    ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}, "instead of 5000", doctor.BAD),
     ({"rope_theta": 10000.0}, "disagree", doctor.BAD),
     ({"rope_theta": ...}, "other form", doctor.WARNING),
     ({"rope_parameters": {"rope_theta": 5000.0, "rope_type": "linear", "factor": 4.0}}, "rope_type", doctor.WARNING)])

@@ -80,7 +80,8 @@ def noisy_arms(speed_up: float, noise: float, prompts: int, seed: int) -> tuple[
         for prompt in range(prompts):
             tokens = 20 + 10 * (prompt % 7)
             for arm, rate in zip(arms, (100, 100 * speed_up)):
-                arm.append(Served("set", str(prompt), repeat, [1] * tokens, tokens / rate * chooser.lognormvariate(0, noise)))
+                seconds = tokens / rate * chooser.lognormvariate(0, noise)
+                arm.append(Served("set", str(prompt), repeat, [1] * tokens, seconds))
     return arms
 
 

@@ -8,7 +8,8 @@ from eagle3.errors import Refusal
 def cell(**changes) -> dict:
     """A sound cell of 3 steps; changes go into its figures, dotted."""
     made = {"variant": "3-1-4", "concurrency": 1, "steps": 3, "topk": 1, "draft_tokens": 4, "difference_gaps": None,
-            "all": {"accept_length": {"served": 2.5, "per_cycle": 2.45, "replayed": 2.5, "simulated": 2.6, "break_even": 2.0},
+            "all": {"accept_length": {"served": 2.5, "per_cycle": 2.45, "replayed": 2.5, "simulated": 2.6,
+                                      "break_even": 2.0},
                     "speed_up": 1.2, "speed_up_low": 1.1, "speed_up_high": 1.3,
                     "outputs": {"compared": 4, "equal": 4, "common_prefix_share": 1.0, "equal_to_itself": {"baseline": 4}}}}
     for key, value in changes.items():

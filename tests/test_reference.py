@@ -16,11 +16,14 @@ def test_the_page_is_what_the_schema_says():
 
 
 def leaves(content: dict, path: str = ""):
-    """Dotted names of what a params.yaml holds, with NAME for a data set."""
+    """Dotted names of what a params.yaml holds, with NAME for a data set or a question set."""
     for key, value in content.items():
         name = f"{path}.{key}" if path else key
-        if path == "datasets":
-            name = "datasets.NAME"
+        if path in ("datasets", "bench.questions"):
+            name = f"{path}.NAME"
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            yield from leaves(value[0], f"{name}[]")
+            continue
         if isinstance(value, dict) and value and not name.endswith(("flags", "environment", "columns", "kwargs")):
             yield from leaves(value, name)
         elif value != {}:

@@ -50,7 +50,8 @@ def prompts(learnt):
 
 
 def small_plan(learnt, **more) -> Plan:
-    return Plan([Variant("3-1-4", learnt.folder, 3)], **{"concurrencies": [1, 2], "max_new_tokens": 10, "repeats": 1, **more})
+    given = {"concurrencies": [1, 2], "max_new_tokens": 10, "repeats": 1, **more}
+    return Plan([Variant("3-1-4", learnt.folder, 3)], **given)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +132,8 @@ def test_failed_requests_are_rows_and_are_counted(learnt, tiny_model, prompts):
 def test_a_baseline_that_speculates_is_refused(learnt, tiny_model, prompts):
     with pytest.raises(Refusal, match="baseline server reports speculative_algorithm"):
         sglang_bench.measure(Servers(tiny_model).serve, prompts, small_plan(learnt), {
-            "speculative-algorithm": "EAGLE3", "speculative-draft-model-path": str(learnt.folder), "speculative-num-steps": 3})
+            "speculative-algorithm": "EAGLE3", "speculative-draft-model-path": str(learnt.folder),
+            "speculative-num-steps": 3})
 
 
 def test_too_few_prompts_and_a_missing_drafter_are_refused_before_a_server_starts(learnt, tiny_model, prompts, tmp_path):

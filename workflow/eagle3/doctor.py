@@ -89,9 +89,9 @@ def _usual(name: str) -> str:
 def _algorithm(config: dict) -> Finding:
     architecture = (config.get("architectures") or ["none"])[0]
     if algorithm := ALGORITHMS.get(architecture):
-        return Finding("flag", GOOD, f"{architecture} is served with --speculative-algorithm {algorithm}; with EAGLE it would "
-                       "start, capture no states and accept nothing")
-    return Finding("flag", BAD, f"config.json names the architecture {architecture}; this project knows {', '.join(ALGORITHMS)}",
+        return Finding("flag", GOOD, f"{architecture} is served with --speculative-algorithm {algorithm}; with EAGLE it "
+                       "would start, capture no states and accept nothing")
+    return Finding("flag", BAD, f"config.json names the architecture {architecture}; known: {', '.join(ALGORITHMS)}",
                    f"if it is an EAGLE-3 drafter of one Llama layer, set architectures to {list(ALGORITHMS)}; other layouts "
                    "(EAGLE-2, MLA layers) need another engine class and are not judged here")
 
@@ -99,7 +99,7 @@ def _algorithm(config: dict) -> Finding:
 def _sizes(config: dict, target: Target) -> list[Finding]:
     missing = [key for key in (*SHAPE_KEYS, "draft_vocab_size", "rms_norm_eps") if not config.get(key)]
     if missing:
-        return [Finding("sizes", BAD, f"config.json lacks {', '.join(missing)}", "copy them from the training configuration")]
+        return [Finding("sizes", BAD, f"config.json lacks {', '.join(missing)}", "copy them from the one of training")]
     found = []
     for key in ("hidden_size", "vocab_size"):
         if config[key] != target.config[key]:
@@ -123,8 +123,9 @@ def _names_and_shapes(tensors: dict[str, torch.Tensor], config: dict) -> list[Fi
         found.append(Finding("tensors", BAD, f"{', '.join(missing)} missing; SGLang would leave them random without a word",
                              "export them; a head left out by accident is the commonest case"))
     if unknown:
+        remedy = f"rename them to {', '.join(missing)}" if missing else "drop them, or find out what trained with them"
         found.append(Finding("tensors", BAD if missing else WARNING, f"{', '.join(unknown)} unknown; SGLang would skip them",
-                             f"rename them to {', '.join(missing)}" if missing else "drop them, or find out what trained with them"))
+                             remedy))
     for name, shape in expected.items():
         if name in tensors and tuple(tensors[name].shape) != shape:
             what = f"{name} is {tuple(tensors[name].shape)} instead of {shape}"
@@ -145,14 +146,14 @@ def _vocabulary(tensors: dict[str, torch.Tensor], config: dict, target: Target) 
     if d2t is None:
         if draft == full:
             return [Finding("draft vocabulary", GOOD, "the drafter has the target's whole vocabulary")]
-        return [Finding("draft vocabulary", BAD, f"{draft} draft tokens and no d2t: draft id i would be taken for target id i, so "
-                        f"only the first {draft} ids could ever be drafted", "export d2t (target id minus draft id)")]
+        return [Finding("draft vocabulary", BAD, f"{draft} draft tokens and no d2t: draft id i would be taken for target "
+                        f"id i, so only the first {draft} ids could ever be drafted", "export d2t (target id minus draft id)")]
     d2t = d2t.long()
     ids = d2t + torch.arange(len(d2t))
     if not _is_map(ids, full):
         if _is_map(d2t, full):
-            return [Finding("draft vocabulary", BAD, "d2t holds target ids; SGLang adds the draft id to it, so that every draft "
-                            "would be another token", "store d2t - arange(len(d2t))")]
+            return [Finding("draft vocabulary", BAD, "d2t holds target ids; SGLang adds the draft id to it, so that every "
+                            "draft would be another token", "store d2t - arange(len(d2t))")]
         return [Finding("draft vocabulary", BAD, f"d2t plus draft id does not rise within the target's {full} ids",
                         "the map is of another tokenizer, or damaged; build it anew")]
     found = []
@@ -160,12 +161,12 @@ def _vocabulary(tensors: dict[str, torch.Tensor], config: dict, target: Target) 
         found.append(Finding("draft vocabulary", WARNING, f"d2t is all zeros: the draft vocabulary is the first {draft} ids",
                              "a map was never computed; the most frequent tokens of the training answers cover far more"))
     if t2d is not None and not (t2d.dtype == torch.bool and torch.equal(t2d.nonzero().flatten(), ids)):
-        found.append(Finding("draft vocabulary", BAD, f"d2t names {len(ids)} target ids, t2d marks {int(t2d.bool().sum())}, and "
-                             "they are not the same ones", "take both from one build"))
+        found.append(Finding("draft vocabulary", BAD, f"d2t names {len(ids)} target ids, t2d marks {int(t2d.bool().sum())}, "
+                             "and they are not the same ones", "take both from one build"))
     lost = [i for i in target.stop_ids if i not in set(ids.tolist())]
     if lost:
-        found.append(Finding("draft vocabulary", WARNING, f"the stop tokens {lost} are outside it, so the end of an answer is "
-                             "never drafted", "build it with all special and byte tokens"))
+        found.append(Finding("draft vocabulary", WARNING, f"the stop tokens {lost} are outside it, so the end of an answer "
+                             "is never drafted", "build it with all special and byte tokens"))
     return found or [Finding("draft vocabulary", GOOD, f"d2t maps {len(ids)} draft ids to rising target ids, t2d agrees")]
 
 
@@ -180,8 +181,8 @@ def _embedding(tensors: dict[str, torch.Tensor], target: Target) -> Finding:
     wanted = target.embedding()
     if own.shape == wanted.shape and torch.allclose(own.float(), wanted.float(), atol=1e-2, rtol=1e-2):
         return Finding("embedding", GOOD, "the file's is the target's")
-    return Finding("embedding", WARNING, "the file's differs from the target's: SGLang overwrites it, another engine would use it",
-                   "leave it out, unless the drafter was trained with it")
+    return Finding("embedding", WARNING, "the file's differs from the target's: SGLang overwrites it, another engine would "
+                   "use it", "leave it out, unless the drafter was trained with it")
 
 
 def _layer_ids(config: dict, target: Target) -> Finding:
@@ -199,13 +200,13 @@ def _layer_ids(config: dict, target: Target) -> Finding:
         return Finding("layer ids", BAD, f"{ids} are {len(ids)} layers; fc reads three", "write the three of training")
     served = layers.served_layers(ids, convention)
     if sorted(set(served)) != served or served[0] < 0 or served[-1] >= target.num_layers:
-        return Finding("layer ids", BAD, f"{ids} make {target.info['architecture']} capture the inputs of layers {served}, but "
-                       f"the target has {target.num_layers}", f"the defaults {default} are written "
+        return Finding("layer ids", BAD, f"{ids} make {target.info['architecture']} capture the inputs of layers {served}, "
+                       f"but the target has {target.num_layers}", f"the defaults {default} are written "
                        f"{layers.config_ids(default, convention)} for it")
     shifted = layers.PLUS_ONE if convention != layers.PLUS_ONE else layers.IF_FIRST_IS_ONE
     if served != default and layers.served_layers(ids, shifted) == default:
-        return Finding("layer ids", WARNING, f"{ids} make {target.info['architecture']} capture the inputs of layers {served}; "
-                       f"under the other convention they would be the defaults {default}",
+        return Finding("layer ids", WARNING, f"{ids} make {target.info['architecture']} capture the inputs of layers "
+                       f"{served}; under the other convention they would be the defaults {default}",
                        f"if it was trained on {default}, write {layers.config_ids(default, convention)}")
     return Finding("layer ids", GOOD, f"{ids} make {target.info['architecture']} capture the inputs of layers {served} "
                    f"(convention {convention})")
@@ -227,19 +228,20 @@ def _rope(config: dict, target: Target) -> Finding:
     differing = [f"{key} {found.get(key)!r} instead of {wanted.get(key)!r}" for key in sorted(wanted.keys() | found.keys())
                  if found.get(key) != wanted.get(key)]
     if differing:
-        return Finding("RoPE", BAD if "rope_theta" in " ".join(differing) else WARNING, f"{'; '.join(differing)} (the target's)",
+        verdict = BAD if any(text.startswith("rope_theta") for text in differing) else WARNING
+        return Finding("RoPE", verdict, f"{'; '.join(differing)} (the target's)",
                        "copy the target's, unless the drafter was trained with its own: then leave it")
     if len(given) < 2:
         return Finding("RoPE", WARNING, f"only {next(iter(given))} is written; readers of the other form fall back to 10000",
                        "write both rope_theta and rope_parameters")
-    return Finding("RoPE", GOOD, f"base {wanted['rope_theta']:g}, type {wanted['rope_type']}, as the target's, in both forms")
+    return Finding("RoPE", GOOD, f"base {wanted['rope_theta']:g}, type {wanted['rope_type']} as the target's, in both forms")
 
 
 def _context(config: dict, target: Target) -> Finding:
     own, wanted = config.get("max_position_embeddings"), target.config.get("max_position_embeddings")
     if own is None or (wanted and own < wanted):
-        return Finding("context", BAD, f"max_position_embeddings is {own}, the target's {wanted}; past it drafts are noise, or "
-                       "the server refuses to start", f"write {wanted}")
+        return Finding("context", BAD, f"max_position_embeddings is {own}, the target's {wanted}; past it drafts are noise, "
+                       "or the server refuses to start", f"write {wanted}")
     return Finding("context", GOOD, f"{own} positions, enough for the target's {wanted}")
 
 
@@ -250,8 +252,8 @@ def _dtype(tensors: dict[str, torch.Tensor], config: dict[str, Any], target: Tar
     if wanted == "auto":
         wanted = str(target.config.get("dtype") or target.config.get("torch_dtype")).removeprefix("torch.")
     if named != wanted:
-        return Finding("dtype", BAD, f"config.json says {named}, the target is {wanted}; kernels reject mixed types while graphs "
-                       "are captured", f"export in {wanted}, or serve with --dtype {wanted}")
+        return Finding("dtype", BAD, f"config.json says {named}, the target is {wanted}; kernels reject mixed types while "
+                       "graphs are captured", f"export in {wanted}, or serve with --dtype {wanted}")
     if stored != [named]:
         return Finding("dtype", WARNING, f"the weights are stored as {', '.join(stored)}, config.json says {named}",
                        f"they are cast on loading; export in {named} to be sure of what is served")

@@ -36,7 +36,8 @@ dt{{font-weight:600}}dd{{margin:0 0 .4rem}}
 @media print{{:root{{color-scheme:light;{LIGHT}}}body{{max-width:none;font-size:11pt}}h2{{break-after:avoid}}
 .wide{{overflow:visible}}table{{font-size:8pt}}th,td{{padding:.15rem .25rem}}tr{{break-inside:avoid}}}}
 """
-SPEED = ["variant", "at once", "baseline tokens/s", "drafter tokens/s", "speed-up", "interval", "accept length", "break-even"]
+SPEED = ["variant", "at once", "baseline tokens/s", "drafter tokens/s", "speed-up", "interval", "accept length",
+         "break-even"]
 SETS = ["data set", "prompts", "tokens", "served", "replayed", "simulated", "speed-up", "interval", "equal outputs"]
 TIMES = ["milliseconds", "token or cycle", "first token", "95 %", "between tokens", "95 %", "errors", "cached tokens"]
 TERMS = (

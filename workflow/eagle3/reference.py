@@ -47,11 +47,12 @@ def table(model: type[BaseModel], prefix: str) -> str:
 
 
 def keys(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
-    """(dotted key, field) of a section, nested sections opened."""
+    """(dotted key, field) of a section, nested sections opened; NAME and [] stand for the keys and items of several."""
     for name, field in model.model_fields.items():
         nested = section_model(field.annotation)
-        if nested is not None and not is_mapping(field.annotation):
-            yield from keys(nested, f"{prefix}.{name}")
+        if nested is not None:
+            item = ".NAME" if is_mapping(field.annotation) else "[]" if get_origin(field.annotation) is list else ""
+            yield from keys(nested, f"{prefix}.{name}{item}")
         else:
             yield f"{prefix}.{name}", field
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from eagle3 import judging
 from eagle3.measuring import Measured, Variant
+from eagle3.metrics import accept_length
 
 SCHEMA = 2
 
@@ -19,6 +20,15 @@ def content(measured: Measured, cells: list[dict[str, Any]], variants: list[Vari
         "all": first["all"], "datasets": first["datasets"], "cells": cells,
         "settings": {name or "baseline": found for name, found in measured.settings.items()},
         "rows": [row_of(name, concurrency, row) for (name, concurrency), arm in measured.arms.items() for row in arm.rows]}
+
+
+def show_training_figure(cells: list[dict[str, Any]], trained: dict[str, Any]) -> None:
+    """Puts the accept length that training reported beside the served one, where nothing was simulated. Its prompts and
+    its way of counting are others, so no bound applies."""
+    conditional = list(trained.get("conditional", {}).values())
+    for cell in cells:
+        if cell["topk"] == 1 and len(conditional) >= cell["steps"]:
+            cell["all"]["accept_length"]["simulated"] = accept_length(conditional[: cell["steps"]])
 
 
 def verdict_cells(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -18,7 +18,8 @@ from eagle3.target import Target
 
 
 def build(arguments: argparse.Namespace) -> None:
-    with running("bench", arguments.params, [arguments.target, arguments.records, arguments.drafter, arguments.responses]) as stage:
+    inputs = [arguments.target, arguments.records, arguments.responses, arguments.drafter]
+    with running("bench", arguments.params, inputs) as stage:
         params, target = stage.params.bench, Target(arguments.target)
         training = read_json(arguments.drafter / "training.json")
         states = next(iter(training["hidden_states"].values()))
@@ -37,6 +38,8 @@ def build(arguments: argparse.Namespace) -> None:
                                         params.repeats)
         hits = Simulator(target, drafter, captured).hits if params.simulate else None
         cells = measuring.cells(measured, variants, prompts, hits and (lambda variant: hits))
+        if not params.simulate:
+            report.show_training_figure(cells, read_json(arguments.drafter / "metrics.json"))
         content = report.content(
             measured, cells, variants, engine=params.engine, held_out=counts,
             training=read_json(arguments.drafter / "metrics.json"), curves=read_curves(arguments.drafter),
@@ -104,7 +107,8 @@ def lineage(folder: Path, training: dict, target: Target, responses: Path) -> di
         made[f"{name}: records"] = states["records_digest"]
         made[f"{name}: responses"] = digest_file(responses / name / "raw_responses.jsonl")
         found = read_json(responses / name / "fingerprint.json")
-        made[f"{name}: answered by"] = " ".join([found["engine"], *(f"{k} {v}" for k, v in found.get("versions", {}).items())])
+        versions = [f"{package} {version}" for package, version in found.get("versions", {}).items()]
+        made[f"{name}: answered by"] = " ".join([found["engine"], *versions])
     return {**made, "git commit": training["made_with"]["git_commit"]}
 
 

@@ -22,8 +22,9 @@ def open_target(folder: Path, scratch: Path) -> Target:
     if (folder / "target.json").exists():
         return Target(folder)
     config = read_json(folder / "config.json")
-    write_json(scratch / "target.json", {"path": str(folder.resolve()), "architecture": (config.get("architectures") or ["none"])[0],
-                                         "dtype": "auto", "trust_remote_code": False})
+    architecture = (config.get("architectures") or ["none"])[0]
+    write_json(scratch / "target.json", {
+        "path": str(folder.resolve()), "architecture": architecture, "dtype": "auto", "trust_remote_code": False})
     return Target(scratch)
 
 
@@ -41,7 +42,8 @@ def main() -> int:
     for finding in findings:
         print(finding)
     counts = {verdict: sum(f.verdict == verdict for f in findings) for verdict in (doctor.BAD, doctor.WARNING)}
-    print(f"\n{arguments.drafter}: " + ("; ".join(f"{n} findings: {v}" for v, n in counts.items() if n) or "SGLang will use it rightly"))
+    summary = "; ".join(f"{n} findings: {verdict}" for verdict, n in counts.items() if n)
+    print(f"\n{arguments.drafter}: {summary or 'SGLang will use it rightly'}")
     return 1 if counts[doctor.BAD] else 0
 
 
