@@ -18,7 +18,7 @@ STYLE = f"""
 :root{{color-scheme:light dark;{LIGHT}}}
 @media(prefers-color-scheme:dark){{:root{{{DARK}}}}}
 *{{box-sizing:border-box}}
-body{{margin:0 auto;max-width:56rem;padding:1rem;font:16px/1.5 system-ui,sans-serif}}
+body{{margin:0 auto;max-width:64rem;padding:1rem;font:16px/1.5 system-ui,sans-serif}}
 body{{color:var(--ink);background:var(--ground)}}
 h1{{font-size:1.5rem;margin:.2rem 0}}h2{{font-size:1.15rem;margin:2rem 0 .4rem}}p{{margin:.5rem 0}}
 .verdict{{font-size:1.1rem;border-left:4px solid var(--c0);padding:.5rem .8rem;background:var(--panel)}}
@@ -61,7 +61,7 @@ def number(value: Any, digits: int = 3) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}f}"
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 100 else f"{value:.{digits}f}"
     return str(value)
 
 
@@ -124,9 +124,10 @@ def speed_plots(report: dict) -> str:
         place = [(cell["concurrency"], cell["all"]) for cell in cells]
         lines.append(Line(name, [(c, f["speed_up"]) for c, f in place], [f["speed_up_low"] for _, f in place],
                           [f["speed_up_high"] for _, f in place]))
-        if not rates:
-            rates.append(Line("baseline", [(c, f["tokens_per_second"]["baseline"]) for c, f in place]))
         rates.append(Line(name, [(c, f["tokens_per_second"]["speculative"]) for c, f in place]))
+    # Last, so that a way of drafting has one colour in both plots.
+    rates.append(Line("baseline", [(c["concurrency"], c["all"]["tokens_per_second"]["baseline"])
+                                   for c in report["cells"] if c["variant"] == report["cells"][0]["variant"]]))
     if max(len(line.points) for line in lines) < 2:
         return ""
     return (plot(lines, "requests at once", "Speed-up over the baseline", mark=1, logarithmic=True)

@@ -44,9 +44,9 @@ def plot(lines: list[Line], x_label: str, y_label: str, mark: float | None = Non
     for value in ticks:
         y = at(lines[0].points[0][0], value)[1]
         parts.append(f'<line class="axis" x1="{LEFT}" x2="{RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-                     f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
+                     f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{short(value)}</text>')
     for x in x_ticks(lines, logarithmic):
-        parts.append(f'<text x="{at(x, low)[0]:.1f}" y="{BOTTOM + 18}" text-anchor="middle">{x:g}</text>')
+        parts.append(f'<text x="{at(x, low)[0]:.1f}" y="{BOTTOM + 18}" text-anchor="middle">{short(x)}</text>')
     if mark is not None:
         y = at(lines[0].points[0][0], mark)[1]
         parts.append(f'<line class="mark" x1="{LEFT}" x2="{RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
@@ -82,6 +82,17 @@ def _drawn(line: Line, number: int, at) -> str:
         parts.append(f'<path stroke="{colour}" fill="none" d="M{side:.1f} {top:.1f}h8M{place:.1f} {top:.1f}V{bottom:.1f}'
                      f'M{side:.1f} {bottom:.1f}h8"/>')
     return "".join(parts)
+
+
+def short(value: float) -> str:
+    """
+    >>> short(1500000), short(52600), short(0.25)
+    ('1.5M', '52.6k', '0.25')
+    """
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / min(size, 1e3 if letter == 'k' else size):.4g}{letter}"
+    return f"{value:g}"
 
 
 def nice_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
