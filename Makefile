@@ -17,10 +17,6 @@ bench: $(VENV)/ready
 plan: $(VENV)/ready
 	@python workflow/scripts/plan.py $(ARGS)
 
-# How far the answers are: rows, tokens/s, time left, server health. make status ARGS=--watch
-status: $(VENV)/ready
-	@python workflow/scripts/status.py $(ARGS)
-
 # What a drafter was made from, and what of it is missing here. make trace DRAFTER=some/folder
 DRAFTER ?= data/drafter
 trace: $(VENV)/ready

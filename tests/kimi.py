@@ -87,6 +87,7 @@ def make_model(folder: Path, layers: int = 8, seed: int = 0) -> Path:
     return folder
 
 
+# Every set asks its own questions (its name is in them): what is held out of one must not be trained on in another.
 def words(seed: int, count: int = 8) -> str:
     return tiny.text(seed, count)
 
@@ -98,7 +99,7 @@ TOOL = {"name": "bird_count", "description": "Counts birds", "parameters": {
 def toucan(i: int) -> dict:
     """Agent-Ark/Toucan-1.5M, subset Kimi-K2: messages and tools as JSON text, calls in the older spelling."""
     messages = [
-        {"role": "system", "content": "You may call tools."}, {"role": "user", "content": f"{i} {words(i)}"},
+        {"role": "system", "content": "You may call tools."}, {"role": "user", "content": f"toucan {i} {words(i)}"},
         {"role": "assistant", "content": "", "function_call": {"name": "bird_count", "arguments": '{"place": "river"}'}},
         {"role": "function", "content": '{"count": 7}', "name": "bird_count"},
         {"role": "assistant", "content": words(i + 50, 12)}]
@@ -110,14 +111,14 @@ def toucan(i: int) -> dict:
 
 def k25_2000x(i: int) -> dict:
     """KimiK2.5-2000x: conversations whose answers begin with their thought."""
-    return {"messages": [{"role": "user", "content": f"{i} {words(i)}"},
+    return {"messages": [{"role": "user", "content": f"k25_2000x {i} {words(i)}"},
                          {"role": "assistant", "content": f"<think>{words(i + 9, 5)}</think>{words(i + 70, 10)}"}],
             "model": "kimi-k2.5"}
 
 
 def glaive(i: int) -> dict:
     """glaiveai/glaive-function-calling-v2: a whole conversation in one text."""
-    chat = (f"USER: {i} {words(i)}\n\n\nASSISTANT: <functioncall> {{\"name\": \"bird_count\", \"arguments\": "
+    chat = (f"USER: glaive {i} {words(i)}\n\n\nASSISTANT: <functioncall> {{\"name\": \"bird_count\", \"arguments\": "
             f"'{{\"place\": \"{words(i, 1)}\"}}'}} <|endoftext|>\n\n\nFUNCTION RESPONSE: {{\"count\": {i}}}\n\n\n"
             f"ASSISTANT: {words(i + 5)} <|endoftext|>\n\n\n")
     return {"system": "SYSTEM: You are a helpful assistant with access to the following functions. Use them if required -\n"
@@ -126,19 +127,19 @@ def glaive(i: int) -> dict:
 
 def opencode(i: int) -> dict:
     """nvidia/OpenCodeInstruct."""
-    return {"id": f"{i:032x}", "input": f"{i} write code: {words(i)}", "output": f"```python\n{words(i)}\n```",
+    return {"id": f"{i:032x}", "input": f"opencode {i} write code: {words(i)}", "output": f"```python\n{words(i)}\n```",
             "domain": "generic", "generation_algorithm": "self-instruct", "llm_judgement": "{}", "unit_tests": "[]",
             "tests_execution_status": "[]", "average_test_score": "1.0"}
 
 
 def magicoder(i: int) -> dict:
     """ise-uiuc/Magicoder-Evol-Instruct-110K."""
-    return {"instruction": f"{i} {words(i)}", "response": words(i + 1)}
+    return {"instruction": f"magicoder {i} {words(i)}", "response": words(i + 1)}
 
 
 def openmath(i: int) -> dict:
     """nvidia/OpenMathInstruct-2."""
-    return {"problem": f"{i} + {i} = ? {words(i, 3)}", "generated_solution": f"\\boxed{{{2 * i}}}",
+    return {"problem": f"openmath {i} + {i} = ? {words(i, 3)}", "generated_solution": f"\\boxed{{{2 * i}}}",
             "expected_answer": str(2 * i), "problem_source": "augmented_math"}
 
 
@@ -149,13 +150,13 @@ def wildchat(i: int) -> dict:
                 "redacted": False, "role": role, "state": None, "timestamp": None, "toxic": False, "turn_identifier": i}
 
     return {"conversation_hash": f"{i:032x}", "model": "gpt-4", "timestamp": "2024-01-01", "turn": 1, "language": "English",
-            "conversation": [message("user", f"{i} {words(i)}"), message("assistant", words(i + 3))],
+            "conversation": [message("user", f"wildchat {i} {words(i)}"), message("assistant", words(i + 3))],
             "openai_moderation": [], "detoxify_moderation": [], "toxic": False, "redacted": False}
 
 
 def ultrachat(i: int) -> dict:
     """HuggingFaceH4/ultrachat_200k: several turns."""
-    first = f"{i} {words(i)}"
+    first = f"ultrachat {i} {words(i)}"
     return {"prompt": first, "prompt_id": f"{i:064x}", "messages": [
         {"role": "user", "content": first}, {"role": "assistant", "content": words(i + 2)},
         {"role": "user", "content": words(i + 400)}, {"role": "assistant", "content": words(i + 4)}]}
@@ -163,7 +164,7 @@ def ultrachat(i: int) -> dict:
 
 def tulu(i: int) -> dict:
     """allenai/tulu-3-sft-personas-instruction-following."""
-    prompt = f"{i} {words(i)} in at most seven words"
+    prompt = f"tulu {i} {words(i)} in at most seven words"
     return {"id": f"personas_IF_{i}", "prompt": prompt, "constraints": ["length constraints:number of words"],
             "messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": words(i, 6)}]}
 
@@ -173,7 +174,7 @@ def swe_smith(i: int) -> dict:
     call = {"id": f"call_{i}", "type": "function", "function": {"name": "bash", "arguments": '{"command": "ls"}'}}
     messages = [
         {"role": "system", "content": "You are an agent with a shell.", "agent": "main", "message_type": "system_prompt"},
-        {"role": "user", "content": [{"type": "text", "text": f"{i} fix {words(i)}"}], "agent": "main"},
+        {"role": "user", "content": [{"type": "text", "text": f"swe_smith {i} fix {words(i)}"}], "agent": "main"},
         {"role": "assistant", "content": words(i, 4), "thought": words(i, 4), "action": "ls", "tool_calls": [call]},
         {"role": "tool", "content": [{"type": "text", "text": "OBSERVATION: a.py"}], "tool_call_ids": [f"call_{i}"]},
         {"role": "assistant", "content": words(i + 8, 4), "thought": words(i + 8, 4), "action": "submit"}]

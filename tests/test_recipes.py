@@ -120,7 +120,7 @@ def test_glaive_text_becomes_messages_calls_and_functions():
 
 def test_swe_smith_text_parts_and_ids_arrive():
     found = read("B8_swe_smith")
-    assert found.messages[1]["content"].startswith("1 fix ")
+    assert found.messages[1]["content"].startswith("swe_smith 1 fix ")
     assert found.messages[3]["tool_call_id"] == "call_1"
 
 

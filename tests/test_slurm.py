@@ -43,7 +43,7 @@ TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
 ReturnToService=2
-MinJobAge=300
+MinJobAge=3600
 GresTypes=gpu
 NodeName=localhost CPUs={cpus} RealMemory={memory} Gres=gpu:8 State=UNKNOWN
 PartitionName=cpu Nodes=localhost Default=YES MaxTime=INFINITE State=UP
