@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 from eagle3 import drafter as drafters
 from eagle3 import export, layers, records, ttt, vocab
-from eagle3.capture import TransformersCapture
+from eagle3.capture import Replica
 from eagle3.files import write_json
 from eagle3.speculate import Decoder
 from eagle3.target import Target, describe
@@ -55,12 +55,13 @@ def overfit_drafter(target: Target, asked: list[list[int]], answers: list[list[i
     """A drafter that has learnt these answers."""
     made = random_drafter(target, draft_ids=list(range(target.vocab_size))).train()
     captured = layers.captured_layers(target.num_layers)
-    states = TransformersCapture(target, captured).batch([p + a for p, a in zip(asked, answers)])
+    replica = Replica(target.load_model(), captured, target.hidden_size)
+    states = [(torch.cat(aux, -1), last.clone()) for aux, last in (replica.states([p + a]) for p, a in zip(asked, answers))]
     rows = [{"input_ids": torch.tensor(p + a), "loss_mask": torch.tensor([False] * len(p) + [True] * len(a)),
              "aux": aux.float(), "last": last.float(), "id": str(i)}
             for i, (p, a, (aux, last)) in enumerate(zip(asked, answers, states))]
     batch, head = ttt.collate(rows), target.head().float()
-    optimizer = torch.optim.AdamW(made.parameters(), lr=6e-3)
+    optimizer = torch.optim.AdamW(made.parameters(), lr=3e-3)
     for _ in range(updates):
         loss, _ = ttt.loss(made, batch, head, steps, 0.9)
         optimizer.zero_grad()

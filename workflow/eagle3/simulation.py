@@ -2,12 +2,11 @@
 
 import contextlib
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from eagle3 import metrics, ttt
-from eagle3.capture import TransformersCapture
+from eagle3.capture import Replica
 from eagle3.drafter import Drafter
 from eagle3.figures import Simulated, common_prefix
 from eagle3.progress import Progress
@@ -27,8 +26,8 @@ class Simulator:
     """Holds the target's capture and the drafter on one device; bf16 products on a GPU, as a server computes."""
 
     def __init__(self, target: Target, drafter: Drafter, layers: list[int], batch_tokens: int = 4096):
-        self.capture = TransformersCapture(target, layers)
-        self.device = self.capture.model.device
+        self.replica = Replica(target.load_model(), layers, target.hidden_size)
+        self.device = self.replica.model.device
         self.drafter, self.batch_tokens = drafter.to(self.device), batch_tokens
         self.head = target.head().to(self.device)
 
@@ -45,26 +44,27 @@ class Simulator:
         gaps: list[float] = []
         with Progress("simulate", len(answers), "answers") as bar:
             for group in _groups(order, answers, self.batch_tokens):
-                rows = self._rows([answers[i] for i in group])
-                batch = ttt.collate(rows).to(self.device)
+                batch = self._batch([answers[i] for i in group])
                 with self._compute():
                     hits = ttt.hits(self.drafter, batch, batch.ids, steps).cpu()
-                for i, row, a, b in zip(group, rows, batch.offsets, batch.offsets[1:]):
+                for i, a, b in zip(group, batch.offsets, batch.offsets[1:]):
                     found[i] = hits[a:b]
                     if answers[i].other is not None:
-                        gaps += self._gap(answers[i], row["last"])
+                        gaps += self._gap(answers[i], batch.last[a:b])
                 bar.add(len(group))
         return [found[i] for i in range(len(answers))], gaps
 
-    def _rows(self, answers: list[Answered]) -> list[dict[str, Any]]:
+    def _batch(self, answers: list[Answered]) -> ttt.Batch:
+        ids = [answer.prompt_ids + answer.ids for answer in answers]
+        aux, last = self.replica.states(ids)
+        parts = [len(sequence) for sequence in ids]
         rows = []
-        states = self.capture.batch([a.prompt_ids + a.ids for a in answers])
-        for answer, (aux, last) in zip(answers, states):
-            ids = answer.prompt_ids + answer.ids
-            mask = torch.zeros(len(ids), dtype=torch.bool)
+        for answer, sequence, own_aux, own_last in zip(answers, ids, torch.cat(aux, dim=-1).split(parts), last.split(parts)):
+            mask = torch.zeros(len(sequence), dtype=torch.bool, device=self.device)
             mask[len(answer.prompt_ids) + 1:] = True
-            rows.append({"input_ids": torch.tensor(ids), "loss_mask": mask, "aux": aux, "last": last, "id": ""})
-        return rows
+            rows.append({"input_ids": torch.tensor(sequence, device=self.device), "loss_mask": mask, "aux": own_aux,
+                         "last": own_last, "id": ""})
+        return ttt.collate(rows).to(self.device)
 
     def _gap(self, answer: Answered, last: torch.Tensor) -> list[float]:
         place = common_prefix(answer.ids, answer.other)
