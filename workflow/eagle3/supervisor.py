@@ -193,7 +193,7 @@ class Supervisor:
             self.restarts += 1
             if self.restarts > self.spec["max_restarts"] or not self.state.get("fingerprint"):
                 raise Failed(cause)
-            pause = min(60.0, self.spec["backoff"] * 2 ** (self.restarts - 1))
+            pause = min(60.0, self.spec["backoff"] * 2 ** min(self.restarts - 1, 5))
             self.tell("restarting", reason=cause, last_crash=cause, restarts=self.crashes, pause=pause)
             end = time.monotonic() + pause
             while time.monotonic() < end:
