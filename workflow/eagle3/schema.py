@@ -255,7 +255,8 @@ class Server(Section):
     idle_timeout: float = Field(600, description="Seconds without a lease after which the server is stopped.", ge=0)
     stop_timeout: float = Field(10, description="Seconds to end by itself before it is killed.", ge=0)
     max_restarts: int = Field(5, description="Crashes in a row that are followed by a restart.", ge=0)
-    restart_backoff: float = Field(2, description="Seconds before the first restart; doubled up to five times for further ones, 60 at most.", gt=0)
+    restart_backoff: float = Field(
+        2, description="Seconds before the first restart; doubled up to five times for further ones, 60 at most.", gt=0)
     warm: bool = Field(False, description="Start the server while data sets are still being prepared.")
 
 
