@@ -44,7 +44,7 @@ test-recipe: $(VENV)/ready-test
 # A real SGLang: life cycle, answers, fingerprint, kills. SGLANG is a command that takes launch_server's flags.
 test-sglang: $(VENV)/ready-test
 	SGLANG="$(or $(SGLANG),$(error SGLANG=command, for example SGLANG="python3 -m sglang.launch_server"))" \
-	    python -m pytest -q tests/test_real_sglang.py
+	    python -m pytest -q tests/test_real_sglang.py tests/test_sglang_capture.py
 
 # The slurm profile against a SLURM of this machine's own; needs root and Debian's slurmctld, slurmd, slurm-client, munge.
 test-slurm: $(VENV)/ready-test

@@ -36,9 +36,9 @@ from eagle3 import records, sglang_hooks, shards
 from eagle3.capture import TransformersCapture, batches
 from eagle3.extraction import Extraction
 from eagle3.files import digest_file, write_json
-from eagle3.shard_layout import bytes_per_token
 from eagle3.records import Record
 from eagle3.sglang_capture import SglangCapture, engine_version
+from eagle3.shard_layout import bytes_per_token
 from eagle3.target import Target, describe
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 

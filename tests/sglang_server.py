@@ -10,11 +10,16 @@ import urllib.request
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LAUNCHER = Path(os.environ.get("SGLANG", ""))
+PROGRAM = Path(os.environ.get("SGLANG", "none").split()[0])
+# What sglang_cpu/install.sh puts in place of packages that a CPU has no use for.
+ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(PROGRAM.parent.parent / "stand_ins")}
+FLAGS = {"device": "cpu", "attention-backend": "torch_native", "disable-overlap-schedule": True, "max-total-tokens": 8192,
+         "max-running-requests": 32}
 
 
 def python() -> str:
-    return str(LAUNCHER.parent / "python")
+    """The interpreter that has SGLang: SGLANG's own first word, or the one beside its launcher."""
+    return str(PROGRAM if PROGRAM.name.startswith("python") else PROGRAM.parent / "python")
 
 
 def free_port() -> int:
@@ -27,13 +32,11 @@ def free_port() -> int:
 def serving(model: Path, flags: dict, log: Path, timeout: float = 420):
     """URL of a server of `model`, ready; it is gone when the block ends."""
     port = free_port()
-    command = [python(), "-m", "sglang.launch_server", "--device", "cpu", "--attention-backend", "torch_native", "--dtype",
-               "float32", "--disable-overlap-schedule", "--max-total-tokens", "8192", "--max-running-requests", "32",
-               "--host", "127.0.0.1", "--model-path", str(model), "--port", str(port), "--skip-server-warmup"]
-    for name, value in flags.items():
+    command = [python(), "-m", "sglang.launch_server", "--dtype", "float32", "--host", "127.0.0.1", "--model-path",
+               str(model), "--port", str(port), "--skip-server-warmup"]
+    for name, value in {**FLAGS, **flags}.items():
         command += [f"--{name}", *([] if value is True else map(str, value if isinstance(value, list) else [value]))]
-    environment = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1",
-                   "PYTHONPATH": f"{ROOT / 'workflow'}:{LAUNCHER.parent.parent / 'stand_ins'}"}
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": f"{ROOT / 'workflow'}:{ENVIRONMENT['PYTHONPATH']}"}
     with open(log, "wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment,
                                    start_new_session=True)

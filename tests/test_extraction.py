@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,31 +13,27 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import extraction_project
 import pytest
 import tiny
 import torch
-import yaml
 from eagle3 import extraction as module
 from eagle3 import records as record_files
 from eagle3 import shards
 from eagle3.capture import Replica, TransformersCapture
 from eagle3.errors import Refusal
 from eagle3.extraction import Extraction
-from eagle3.files import write_json
 from eagle3.records import Record
-from eagle3.target import Target, describe
+from eagle3.target import Target
+from extraction_project import BAD, make_records
 
-LAYERS, H, BAD = [2, 4, 5], 32, 399
+LAYERS, H = [2, 4, 5], 32
 
 
 @pytest.fixture(scope="module")
 def target(tiny_model, tmp_path_factory) -> Target:
     torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("target")
-    params = SimpleNamespace(dtype="float32", quantization=None, kv_cache_dtype="auto", context_length=256,
-                             chat_template_kwargs={}, template_date="2025-01-01", trust_remote_code=False)
-    write_json(folder / "target.json", describe(tiny_model, params, outside=True))
-    return Target(folder)
+    return Target(extraction_project.describe_target(tmp_path_factory.mktemp("target"), tiny_model))
 
 
 @pytest.fixture(scope="module")
@@ -48,17 +43,6 @@ def model(target):
     with torch.no_grad():
         loaded.get_input_embeddings().weight[BAD] = float("inf")
     return loaded
-
-
-def make_records(path: Path, count: int, bad: tuple[int, ...] = ()) -> Path:
-    made = []
-    for n in range(count):
-        chooser = random.Random(n)
-        ids = [chooser.randrange(3, 390) for _ in range(chooser.randrange(8, 40))]
-        made.append(Record(f"r{n}", ids + [BAD] * (n in bad), [i > 3 for i in range(len(ids) + (n in bad))], "train"))
-    stats = Counter(tokens=sum(len(r.input_ids) for r in made), supervised=sum(sum(r.loss_mask) for r in made))
-    record_files.write(path, made, stats, SimpleNamespace(min_supervised_share=0, max_supervised_share=1), greedy=False)
-    return path
 
 
 class Counting(TransformersCapture):
@@ -318,22 +302,7 @@ def test_states_that_do_not_predict_the_answers_are_refused(in_tmp, target, mode
 
 @pytest.fixture
 def project(in_tmp, target) -> Path:
-    """A DVC project whose only stage is extract."""
-    folder = in_tmp / "project"
-    folder.mkdir()
-    shutil.copytree(tiny.ROOT / "workflow", folder / "workflow", ignore=shutil.ignore_patterns("__pycache__"))
-    stage = yaml.safe_load((tiny.ROOT / "dvc.yaml").read_text())["stages"]["extract"]["do"]
-    stage = json.loads(json.dumps(stage).replace("${key}", "${item}"))
-    (folder / "dvc.yaml").write_text(yaml.safe_dump({"stages": {"extract": {"foreach": ["one"], "do": stage}}}))
-    shutil.copytree(target.folder, folder / "data/target")
-    (folder / "data/records").mkdir()
-    make_records(folder / "data/records/one.parquet", 20)
-    content = tiny.params(target.path, {"one": (Path("none"), "on_policy")})
-    content["hidden_states"] = {"dtype": "bfloat16", "shard_bytes": 65536}
-    tiny.write_params(folder, content)
-    tiny.run(folder, "dvc", "init", "--no-scm", "-q")
-    tiny.run(folder, "dvc", "config", "cache.type", "reflink,symlink")
-    return folder
+    return extraction_project.make(in_tmp / "project", target.path)
 
 
 def test_a_damaged_shard_in_the_cache_of_dvc_is_rebuilt_alone(project):
