@@ -212,4 +212,4 @@ def test_servers_environment_needs_nothing_but_torch():
             "print(sorted(m for m in sys.modules if m.startswith('eagle3.')))")
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
                           env={"PYTHONPATH": str(ROOT / "workflow"), "PATH": ""})
-    assert made.stdout.strip() == "['eagle3.fp8', 'eagle3.shard_layout', 'eagle3.offload', 'eagle3.sglang_hooks']", made.stderr
+    assert made.stdout.strip() == "['eagle3.fp8', 'eagle3.offload', 'eagle3.sglang_hooks', 'eagle3.shard_layout']", made.stderr

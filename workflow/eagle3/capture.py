@@ -140,7 +140,8 @@ class TransformersCapture:
         if models is None:
             models = [target.load_model()]
             for other in range(1, torch.cuda.device_count()):
-                models.append(target.load_model().to(f"cuda:{other}"))
+                with torch.cuda.device(other):  # "cuda" means the current one, and none holds two models for a moment
+                    models.append(target.load_model())
         self.replicas = [Replica(model, layers, target.hidden_size) for model in models]
 
     def batch(self, ids: list[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:

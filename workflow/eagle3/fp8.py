@@ -7,6 +7,7 @@ import torch
 
 LARGEST = 448.0  # of e4m3
 BIAS = 127
+CHUNK = 4096  # tokens that are converted at a time
 
 
 def quantise(states: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -14,12 +15,18 @@ def quantise(states: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tens
 
     A block's scale is the smallest power of two that is no less than its largest magnitude / 448.
     """
-    blocks = states.float().unflatten(-1, (-1, block))  # [T, W/block, block]
-    largest = blocks.abs().amax(-1, keepdim=True)
-    mantissa, exponent = torch.frexp(largest / LARGEST)
-    exponent = (exponent - (mantissa == 0.5).int()).clamp(-BIAS, BIAS - 1)
-    scaled = torch.ldexp(blocks, -exponent).clamp(-LARGEST, LARGEST)
-    return scaled.flatten(-2).to(torch.float8_e4m3fn), (exponent.squeeze(-1) + BIAS).to(torch.uint8)
+    tokens, width = states.shape
+    numbers = torch.empty((tokens, width), dtype=torch.float8_e4m3fn, device=states.device)
+    exponents = torch.empty((tokens, width // block), dtype=torch.uint8, device=states.device)
+    for start in range(0, tokens, CHUNK):  # the fp32 copies of a whole prefill batch would take gigabytes
+        rows = slice(start, start + CHUNK)
+        blocks = states[rows].float().unflatten(-1, (-1, block))  # [t, W/block, block]
+        largest = blocks.abs().amax(-1, keepdim=True)
+        mantissa, exponent = torch.frexp(largest / LARGEST)
+        exponent = (exponent - (mantissa == 0.5).int()).clamp(-BIAS, BIAS - 1)
+        numbers[rows] = torch.ldexp(blocks, -exponent).clamp(-LARGEST, LARGEST).flatten(-2).to(torch.float8_e4m3fn)
+        exponents[rows] = (exponent.squeeze(-1) + BIAS).to(torch.uint8)
+    return numbers, exponents
 
 
 def dequantise(numbers: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,6 @@ import torch
 from eagle3 import fp8
 from eagle3.shard_layout import Layout, block_of
 
-LAYERS = 4  # captured states of a token: three layers and the last one
-
 
 def states_to_store(layers: list[torch.Tensor], last: torch.Tensor, dtype: str) -> dict[str, torch.Tensor]:
     """What a shard keeps of captured states [T, H], by region, and `bad` bool [T, 4]: which layers hold NaN or inf."""

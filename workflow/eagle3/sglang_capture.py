@@ -59,15 +59,18 @@ class Pending:
 
 
 class SglangCapture:
-    """Sends jobs to the servers at `urls`, at most `concurrency` rows at once."""
+    """Sends jobs to the servers at `urls`, at most `concurrency` rows at once.
+
+    `recover` is called when a server does not answer; it returns when it is back, or raises Refusal.
+    """
 
     last_is = "after_final_norm"
 
     def __init__(self, urls: list[str], concurrency: int = 128, request_timeout: float = 3600, max_tries: int = 5,
-                 patience: float = 60):
+                 patience: float = 60, recover: Callable[[], None] = lambda: None):
         self.urls, self.calls = urls, max(2, concurrency // ROWS)
         self.request_timeout, self.max_tries, self.patience = request_timeout, max_tries, patience
-        self.root = ""
+        self.recover, self.root = recover, ""
         self.waiting: dict[str, Pending] = {}
 
     def run(self, jobs: Iterator[Job], done: Callable[[Job], None]) -> None:
@@ -172,6 +175,7 @@ class SglangCapture:
             except (aiohttp.ClientError, TimeoutError) as error:
                 reason = f"{type(error).__name__} {error}"
             await asyncio.sleep(min(30, 2**attempt))
+            await asyncio.to_thread(self.recover)
         raise Refusal(f"the server at {url} gave no answer in {self.max_tries} tries (last: {reason}); finished shards are "
                       "kept: see the server's log and run the same command again")
 

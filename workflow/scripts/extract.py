@@ -56,7 +56,8 @@ def capturing(target: Target, captured: list[int], convention: str, stage: Stage
         engine_version(settings.python, settings.command, environment), captured,
         layers.config_ids(captured, convention), str(WORK.resolve()))
     with lease(settings, target, flags, environment, stage.say) as held:
-        yield SglangCapture(held.urls, runtime.concurrency, runtime.request_timeout, runtime.max_tries)
+        yield SglangCapture(held.urls, runtime.concurrency, runtime.request_timeout, runtime.max_tries,
+                            recover=lambda: held.wait(settings.start_timeout))
 
 
 if __name__ == "__main__":
