@@ -96,6 +96,7 @@ def test_a_width_that_is_not_3h_stops_the_run(server):
     writer.discard()
 
 
+@pytest.mark.timeout(1500)
 def test_the_stage_through_a_lease(tmp_path):
     """extract.py with hidden_states.engine sglang: it starts the server, and its shards hold what transformers' hold."""
     found = {}
