@@ -22,10 +22,10 @@ localrules:
 
 
 rule all:
+    default_target: True
     input:
         rules.bench.output,
         rules.train.output,
-    default_target: True
 
 
 rule drafter:

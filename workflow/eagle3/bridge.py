@@ -29,6 +29,7 @@ class Bridge:
 
             known = {"stamp": stamp, **keys.learn(write=self.is_main)}
             _write(KNOWN, json.dumps(known))
+        self.stamp: str = stamp
         self.datasets: list[str] = known["datasets"]
         self.code: dict[str, list[str]] = known["code"]
         if self.is_main:
@@ -36,15 +37,15 @@ class Bridge:
                 say(line)
 
     def catch_up(self, rules) -> None:
-        """Tells Snakemake what happened outside it (dvc repro, pull, checkout, an edit by hand), if anything did."""
+        """Tells Snakemake what happened since its last build (an edit, dvc repro, pull, checkout), if anything did."""
         if not self.is_main or not _clear_locks():
             return
-        seen = _fingerprint()
+        seen = self.stamp + _fingerprint()
         if not SEEN.exists() or SEEN.read_text() != seen:
             from eagle3 import sync
 
-            if sync.run(rules, self.datasets):
-                _write(SEEN, _fingerprint())
+            if sync.run(rules):
+                _write(SEEN, self.stamp + _fingerprint())
 
     def starting(self) -> None:
         """A build begins: leaves this process's name, so that a lock can be told from what a kill left behind."""
@@ -53,7 +54,7 @@ class Bridge:
     def remember(self) -> None:
         """A build ended well: Snakemake knows the present state. After a failure it asks DVC the next time."""
         if self.is_main:
-            _write(SEEN, _fingerprint())
+            _write(SEEN, _stamp() + _fingerprint())
 
 
 def say(text: str) -> None:
@@ -84,8 +85,8 @@ def _stamp() -> str:
 
 
 def _fingerprint() -> str:
-    """Changes when dvc.lock does, or any file in data/: its size, its time, or the time of the link to it."""
-    digest = hashlib.sha256(Path("dvc.lock").read_bytes() if os.path.exists("dvc.lock") else b"-")
+    """Changes when any file in data/ does: its size, its time, or the time of the link to it."""
+    digest = hashlib.sha256()
     folders = ["data"]
     while folders:
         for entry in sorted(os.scandir(folders.pop()), key=lambda e: e.name):

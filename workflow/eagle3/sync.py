@@ -17,7 +17,7 @@ from eagle3.keys import mark_stale
 SHOWN = 12  # stale stages that are named
 
 
-def run(rules, datasets: list[str]) -> bool:
+def run(rules) -> bool:
     """`rules` are Snakemake's. Returns whether it succeeded; where it did not, Snakemake may build too much."""
     if not os.path.exists("dvc.lock") and not any(Path("data").glob("*/*")):
         return True

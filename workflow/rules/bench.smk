@@ -13,12 +13,26 @@ rule bench:
         target=rules.target.output.info,
     output:
         report="data/bench/report.json",
-        page="data/bench/report.html",
-        metrics="data/bench/metrics.json",
-        acceptance="data/bench/acceptance.csv",
-        cells="data/bench/cells.csv",
+        page=report(
+            "data/bench/report.html", caption="../report/bench.rst", category="Bench"
+        ),
+        metrics=report(
+            "data/bench/metrics.json",
+            caption="../report/metrics.rst",
+            category="Bench",
+        ),
+        acceptance=report(
+            "data/bench/acceptance.csv",
+            caption="../report/acceptance.rst",
+            category="Bench",
+        ),
+        cells=report(
+            "data/bench/cells.csv", caption="../report/cells.rst", category="Bench"
+        ),
     log:
         "logs/bench.log",
+    conda:
+        "../environment.yaml"
     threads: workflow.cores
     resources:
         mem_mb=6000,

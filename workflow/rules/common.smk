@@ -1,6 +1,6 @@
 # The bridge to DVC: parameter slices become key files, a rule's shell becomes a DVC stage.
 #
-# No rule has `benchmark:`: Snakemake counts that file as an output, so a clone, which has none, would be stale.
+# `benchmark:` is not used: Snakemake counts that file among the outputs, so a clone, which has none, would be stale.
 
 import os
 import re

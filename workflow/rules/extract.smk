@@ -11,6 +11,8 @@ rule extract:
         manifest="data/hidden_states/{dataset}/manifest.json",
     log:
         "logs/extract/{dataset}.log",
+    conda:
+        "../environment.yaml"
     threads: half_the_cores
     resources:
         mem_mb=4000,

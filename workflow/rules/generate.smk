@@ -13,6 +13,8 @@ rule generate:
         fingerprint="data/responses/{dataset}/fingerprint.json",
     log:
         "logs/generate/{dataset}.log",
+    conda:
+        "../environment.yaml"
     threads: half_the_cores
     resources:
         mem_mb=4000,

@@ -12,6 +12,8 @@ rule prepare:
         stats="data/prompts/{dataset}.stats.json",
     log:
         "logs/prepare/{dataset}.log",
+    conda:
+        "../environment.yaml"
     threads: 1
     resources:
         mem_mb=2000,

@@ -9,6 +9,8 @@ rule target:
         info="data/target/target.json",
     log:
         "logs/target.log",
+    conda:
+        "../environment.yaml"
     threads: workflow.cores
     resources:
         mem_mb=4000,

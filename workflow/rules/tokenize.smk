@@ -11,6 +11,8 @@ rule tokenize:
         records="data/records/{dataset}.parquet",
     log:
         "logs/tokenize/{dataset}.log",
+    conda:
+        "../environment.yaml"
     threads: 1
     resources:
         mem_mb=2000,

@@ -14,9 +14,15 @@ rule train:
         config="data/drafter/config.json",
         training="data/drafter/training.json",
         metrics="data/drafter/metrics.json",
-        curves="data/drafter/curves.csv",
+        curves=report(
+            "data/drafter/curves.csv",
+            caption="../report/curves.rst",
+            category="Training",
+        ),
     log:
         "logs/train.log",
+    conda:
+        "../environment.yaml"
     threads: workflow.cores
     resources:
         mem_mb=6000,

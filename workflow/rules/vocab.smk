@@ -12,6 +12,8 @@ rule vocab:
         coverage="data/vocab/draft_vocab.json",
     log:
         "logs/vocab.log",
+    conda:
+        "../environment.yaml"
     threads: 1
     resources:
         mem_mb=2000,
