@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 import tiny
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "workflow" / "scripts"

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-
 from eagle3 import lineage
 from eagle3.errors import Refusal
 from eagle3.files import digest_file, write_json

@@ -82,8 +82,8 @@ def test_a_params_file_broken_during_the_run_fails_the_stage(project):
 
 
 def script(body: str) -> list[str]:
-    return [sys.executable, "-c", f"import argparse, time\nfrom eagle3.errors import Refusal\nfrom eagle3.stage import main\n"
-            f"def body(arguments):\n    {body}\nmain(argparse.ArgumentParser(), body)\n"]
+    return [sys.executable, "-c", "import argparse, time\nfrom eagle3.errors import Refusal\n"
+            f"from eagle3.stage import main\ndef body(arguments):\n    {body}\nmain(argparse.ArgumentParser(), body)\n"]
 
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(WORKFLOW)}

@@ -74,6 +74,20 @@ def test_12_an_output_edited_by_hand_is_restored(copy, how):
     at_once(*(lambda t=tool: check(copy(t), t) for tool in tools))
 
 
+def test_artifacts_are_stored_once(copy):
+    """Built by either tool, a file is in the cache and linked from data/; none is there twice. Catalogue H07."""
+    def check(project, tool):
+        project.edit_params(bench__max_new_tokens=6)
+        project.build(tool)
+        files = [p for p in (project / "data").rglob("*") if not p.is_dir() and p.name != ".gitignore"]
+        assert len(files) > 15
+        for file in files:
+            assert file.is_symlink() and "/.dvc/cache/" in os.readlink(file), file
+            assert os.stat(file).st_nlink == 1, f"{file}: a name of the same file is left somewhere"
+
+    at_once(*(lambda t=tool: check(copy(t), t) for tool in ("snakemake", "dvc")))
+
+
 def test_07_killed_in_the_middle_then_the_other_tool(copy):
     """kill -9 of snakemake while generate runs: the stage dies, finished stages stay. Catalogue G07, H22, H01, G04."""
     project = copy("project")

@@ -87,7 +87,7 @@ def _stamp() -> str:
 def _fingerprint() -> str:
     """Changes when any file in data/ does: its size, its time, or the time of the link to it."""
     digest = hashlib.sha256()
-    folders = ["data"]
+    folders = ["data"] if os.path.isdir("data") else []
     while folders:
         for entry in sorted(os.scandir(folders.pop()), key=lambda e: e.name):
             if entry.is_dir(follow_symlinks=False):

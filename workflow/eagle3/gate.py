@@ -11,45 +11,56 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import dvc.dvcfile
 import dvc.output
-import yaml
 from dvc.exceptions import DvcException
 from dvc.lock import LockError
 from dvc.repo import Repo, lock_repo
-from dvc.stage.exceptions import StageCmdFailedError
 
 # Stages that take over rows of their earlier artifact: it is fetched if only the remote has it.
 REUSES = ("generate", "extract")
 UNREACHABLE, PATIENCE = Path(".build/remote-unreachable"), 600.0  # seconds in which the remote is not tried again
 
 
-class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):
-    """Writes what DVC's own writer writes, byte for byte, some twenty times as fast."""
-
-    def ignore_aliases(self, data):
-        return True
-
-
-_Dumper.add_multi_representer(dict, lambda dumper, data: dumper.represent_mapping("tag:yaml.org,2002:map", data.items()))
-_Dumper.add_representer(float, lambda dumper, value: dumper.represent_scalar("tag:yaml.org,2002:float", repr(value)))
-
-
 @contextlib.contextmanager
 def replacing_yaml(path, fs=None):
-    """Stands in for DVC's `modify_yaml`: yields the content of dvc.lock, and replaces the file by rename."""
-    from dvc.utils.serialize import load_yaml
+    """Stands in for DVC's `modify_yaml`: yields the content of dvc.lock, and replaces the file by rename.
+
+    Only stages that were set are written anew, by DVC's own writer: for all of them it takes seconds.
+    """
+    from dvc.utils.serialize import dumps_yaml, load_yaml
 
     content = load_yaml(path) if os.path.exists(path) else {}
+    before = dict(content.get("stages", {}))
     yield content
+    stages = content.pop("stages", {})
+    blocks = _blocks(Path(path).read_text(encoding="utf-8") if before else "")
+    for name, stage in stages.items():
+        if stage is not before.get(name):
+            blocks[name] = dumps_yaml({"stages": {name: stage}}).removeprefix("stages:\n")
     temporary = f"{path}.{os.getpid()}.tmp"
     with open(temporary, "w", encoding="utf-8") as file:
-        yaml.dump(content, file, _Dumper, default_flow_style=False, sort_keys=False, allow_unicode=True)
+        file.write(dumps_yaml(content) + "stages:\n" + "".join(blocks.values()))
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def _blocks(text: str) -> dict[str, str]:
+    """The text of each stage of a dvc.lock, by its name: what stands under `stages:` from one name to the next."""
+    found: dict[str, str] = {}
+    name = None
+    for line in text.partition("\nstages:\n")[2].splitlines(keepends=True):
+        if line.startswith("  ") and line[2] not in " -" and line.rstrip().endswith(":"):
+            name = line.strip()[:-1].strip("'\"")
+            found[name] = ""
+        elif not line.startswith(" "):
+            break
+        found[name] += line
+    return found
 
 
 _transfer = dvc.output.otransfer
@@ -174,33 +185,31 @@ def _reachable() -> bool:
 
 
 def _first_line(error: BaseException) -> str:
-    while error.__cause__ is not None and not str(error).strip():
+    said = [str(cause).strip() for cause in _causes(error)]
+    return next((text.splitlines()[0] for text in said if text), type(error).__name__)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
         error = error.__cause__
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def main(name: str) -> int:
+    """Waits while another DVC reads or writes this stage's files; an error is printed with its causes, exit code 1."""
     said = False
     while True:
         try:
             bring_up_to_date(name)
             return 0
-        except LockError as error:  # a path is being read or written by another dvc; the repository's lock is waited for
+        except DvcException as error:
+            if not any(isinstance(cause, LockError) for cause in _causes(error)):
+                for cause in _causes(error):
+                    print(f"error: {cause}", file=sys.stderr, flush=True)
+                return 1
             if not said:
                 print(f"{name}: waiting. {error}", flush=True)
             said = True
-            time.sleep(2)
-        except DvcException as error:
-            cause: BaseException | None = error
-            while cause is not None:
-                if isinstance(cause, LockError):
-                    break
-                print(f"error: {cause}", file=sys.stderr, flush=True)
-                if isinstance(cause, StageCmdFailedError):
-                    return 1
-                cause = cause.__cause__
-            if cause is None:
-                return 1
             time.sleep(2)
 
 
