@@ -157,7 +157,7 @@ def test_every_embedded_data_set_is_read(embedded, in_tmp, name, shape):
     open_turns = max(sum(m["role"] == "assistant" for m in p.messages) for p in more.values())
     assert open_turns >= shape
     if name in ("glaive", "bfcl"):
-        assert all(p.tools for p in more.values())
-        first = next(iter(more.values()))
-        tool = first.tools[0]["function"]["name"]
-        assert tool in embedded.tokenizer.decode(first.prompt_ids)  # the template drops tools: they are written for it
+        with_tools = [p for p in more.values() if p.tools]
+        assert len(with_tools) == 20 if name == "bfcl" else with_tools  # some real glaive rows come without
+        for prompt in with_tools:  # the template drops tools, so they are written into the prompt
+            assert prompt.tools[0]["function"]["name"] in embedded.tokenizer.decode(prompt.prompt_ids)
