@@ -52,7 +52,7 @@ def learnt(tiny_target, tmp_path_factory):
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     asked = tiny_drafter.prompts(8)
-    answers = tiny_drafter.greedy_answers(tiny_target, asked, 16)
+    answers = tiny_drafter.greedy_answers(tiny_target, asked, 12)
     drafter = tiny_drafter.overfit_drafter(tiny_target, asked, answers)
     torch.set_num_threads(before)
     folder = tiny_drafter.save(drafter, tmp_path_factory.mktemp("learnt") / "drafter")

@@ -12,7 +12,7 @@ def cells(tiny_target, learnt):
     captured = layers.captured_layers(tiny_target.num_layers)
     prompts = [{"dataset": "ab"[i % 2], "id": str(i), "prompt_ids": ids} for i, ids in enumerate(learnt.prompts)]
     variant = Variant("3-1-4", learnt.folder, 3)
-    measured = benching.measure(tiny_target, learnt.drafter, captured, prompts, variant, 16, repeats=2)
+    measured = benching.measure(tiny_target, learnt.drafter, captured, prompts, variant, 12, repeats=2)
     hits = Simulator(tiny_target, learnt.drafter, captured).hits
     return measured, measuring.cells(measured, [variant], prompts, lambda _: hits)
 
@@ -30,7 +30,7 @@ def test_sets_add_up_to_all(cells):
     for key in ("prompts", "verify_cycles"):
         assert sum(f[key] for f in cell["datasets"].values()) == cell["all"][key]
     assert cell["all"]["prompts"] == 8 and cell["all"]["outputs"]["equal"] == 8
-    assert cell["all"]["tokens"]["baseline"] == 2 * 8 * 16
+    assert cell["all"]["tokens"]["baseline"] == 2 * 8 * 12
 
 
 def test_arms_take_turns_at_going_first(cells):

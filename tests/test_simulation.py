@@ -16,7 +16,7 @@ def simulator(tiny_target, learnt):
 def test_walking_the_answers_gives_every_cycle_that_serving_had(steps, tiny_target, learnt, simulator):
     """Not only the same accept length: the same number of accepted drafts, cycle by cycle (catalogue E22)."""
     decoder = tiny_drafter.decoder(tiny_target, learnt.drafter)
-    served = [decoder.speculative(prompt, 16, steps) for prompt in learnt.prompts]
+    served = [decoder.speculative(prompt, 12, steps) for prompt in learnt.prompts]
     answers = [Answered(prompt, made.ids) for prompt, made in zip(learnt.prompts, served)]
     hits, _ = simulator.hits(answers, steps)
     for answer, made, hit in zip(answers, served, hits):

@@ -17,22 +17,21 @@ def test_output_equals_plain_decoding_token_for_token(which, steps, tiny_target,
     """The reference is a loop without a cache that runs the whole sequence for every token."""
     decoder = tiny_drafter.decoder(tiny_target, chance if which == "chance" else learnt.drafter)
     for prompt, answer in zip(learnt.prompts[:4], learnt.answers):
-        assert decoder.plain(prompt, 16).ids == answer
-        assert decoder.speculative(prompt, 16, steps).ids == answer
+        assert decoder.plain(prompt, 12).ids == answer
+        assert decoder.speculative(prompt, 12, steps).ids == answer
 
 
 def test_a_drafter_that_knows_the_answers_comes_near_the_maximum(tiny_target, learnt):
     decoder = tiny_drafter.decoder(tiny_target, learnt.drafter)
-    answers = [decoder.speculative(prompt, 16, 3) for prompt in learnt.prompts]
-    length = sum(len(a.ids) - 1 for a in answers) / sum(len(a.accepted) for a in answers)
-    assert length > 3
+    counts = [n for prompt in learnt.prompts for n in decoder.speculative(prompt, 12, 3).accepted[:-1]]  # the last one is cut
+    assert 1 + sum(counts) / len(counts) > 2.8
 
 
 def test_accepted_counts_add_up_to_the_tokens(tiny_target, learnt):
     """Every cycle gives its accepted drafts and one token of the target's own; only the last cycle may be cut."""
     decoder = tiny_drafter.decoder(tiny_target, learnt.drafter)
     for prompt in learnt.prompts:
-        made = decoder.speculative(prompt, 16, 3)
+        made = decoder.speculative(prompt, 12, 3)
         tokens = 1 + sum(n + 1 for n in made.accepted)
         assert all(0 <= n <= 3 for n in made.accepted)
         assert tokens - (made.accepted[-1] + 1) < len(made.ids) <= tokens
@@ -43,7 +42,7 @@ def test_a_stop_token_inside_a_cycle_ends_the_answer(tiny_target, learnt):
     prompt, answer = learnt.prompts[0], learnt.answers[0]
     decoder.stop_ids = {answer[6]}
     end = answer.index(answer[6]) + 1
-    assert decoder.speculative(prompt, 16, 3).ids == answer[:end] == decoder.plain(prompt, 16).ids
+    assert decoder.speculative(prompt, 12, 3).ids == answer[:end] == decoder.plain(prompt, 12).ids
 
 
 @pytest.mark.parametrize("tokens", [1, 2])

@@ -51,7 +51,7 @@ def greedy_answers(target: Target, asked: list[list[int]], tokens: int) -> list[
 
 
 def overfit_drafter(target: Target, asked: list[list[int]], answers: list[list[int]], steps: int = 3,
-                    updates: int = 150) -> drafters.Drafter:
+                    updates: int = 180) -> drafters.Drafter:
     """A drafter that has learnt these answers."""
     made = random_drafter(target, draft_ids=list(range(target.vocab_size))).train()
     captured = layers.captured_layers(target.num_layers)
@@ -61,13 +61,15 @@ def overfit_drafter(target: Target, asked: list[list[int]], answers: list[list[i
              "aux": aux.float(), "last": last.float(), "id": str(i)}
             for i, (p, a, (aux, last)) in enumerate(zip(asked, answers, states))]
     batch, head = ttt.collate(rows), target.head().float()
-    optimizer = torch.optim.AdamW(made.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(made.parameters(), lr=2e-2, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-2, total_steps=updates, pct_start=0.07)
     for _ in range(updates):
         loss, _ = ttt.loss(made, batch, head, steps, 0.9)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(made.parameters(), 1.0)
         optimizer.step()
+        schedule.step()
     return made.eval()
 
 
