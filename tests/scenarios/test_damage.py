@@ -10,6 +10,8 @@ import pytest
 
 from scenarios.conftest import Project, at_once
 
+pytestmark = pytest.mark.timeout(1800)  # stages are real processes; a busy machine takes its time
+
 
 def start(project: Project, *command: str) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-m", *command], cwd=project.folder, text=True, start_new_session=True,

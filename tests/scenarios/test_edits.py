@@ -4,10 +4,13 @@ The numbers are those of the scenario table in docs/build.md. In every test each
 ran is what began its work, by the stages' own record.
 """
 
+import pytest
 import tiny
 import yaml
 
 from scenarios.conftest import at_once
+
+pytestmark = pytest.mark.timeout(1800)  # stages are real processes; a busy machine takes its time
 
 
 def everywhere(pair, check) -> None:

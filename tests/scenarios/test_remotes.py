@@ -14,6 +14,8 @@ import pytest
 
 from scenarios.conftest import clone
 
+pytestmark = pytest.mark.timeout(1800)  # stages are real processes; a busy machine takes its time
+
 
 @pytest.fixture
 def pushed(copy, tmp_path):
