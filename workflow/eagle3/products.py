@@ -17,10 +17,10 @@ class Product:
     def __call__(self, x: Tensor, add: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """x [n, in] -> [n, out]; `add` is added, `out` (which may be `add`) is written to."""
         if self.fp8:
-            y = _scaled(x, self.forward8)
-            if add is not None:
-                y += add
-            return y if out is None else out.copy_(y)
+            y = _scaled(x, self.forward8, out if out is not add else None)
+            if add is None:
+                return y
+            return torch.add(y, add, out=y if out is None else out)
         if add is None:
             return torch.mm(x, self.weight.T, out=out) if out is not None else torch.mm(x, self.weight.T)
         return torch.addmm(add, x, self.weight.T, out=out) if out is not None else torch.addmm(add, x, self.weight.T)
@@ -30,10 +30,11 @@ class Product:
         return _scaled(dy, self.backward8) if self.fp8 else torch.mm(dy, self.weight)
 
 
-def _scaled(x: Tensor, weight8: tuple[Tensor, Tensor]) -> Tensor:
+def _scaled(x: Tensor, weight8: tuple[Tensor, Tensor], out: Tensor | None = None) -> Tensor:
     x8, scale = quantize(x)
     weight, weight_scale = weight8  # [out, in], [out, 1]
-    return torch._scaled_mm(x8, weight.T, scale_a=scale, scale_b=weight_scale.T, out_dtype=x.dtype, use_fast_accum=True)
+    return torch._scaled_mm(x8, weight.T, scale_a=scale, scale_b=weight_scale.T, out_dtype=x.dtype, use_fast_accum=True,
+                            out=out)
 
 
 def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:

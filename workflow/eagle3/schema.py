@@ -167,18 +167,43 @@ class Train(Section):
     """Training the drafter."""
 
     architecture: Architecture = Field(Architecture(), description="Shape of the drafter.")
+    init: Literal["random", "least_squares"] = Field(
+        "random", description="Weights at the start; least_squares fits the first step in closed form (see docs/training.md).")
+    warm_start: str | None = Field(None, description="Folder of a drafter to start from; its head follows its own d2t.")
     steps: int = Field(7, ge=1, le=16, description="Steps of training-time test.")
+    ramp_share: float = Field(
+        0.0, ge=0, le=1, description="Share of updates over which the step count rises from 1 to `steps`; 0 never.")
     decay: float = Field(0.8, gt=0, le=1, description="Weight of step k is decay**k.")
+    loss: Literal["soft_cross_entropy", "total_variation", "log_acceptance"] = Field(
+        "soft_cross_entropy", description="Per position: -sum p log q, 1 - sum min(p, q), or -log sum min(p, q).")
     epochs: int = Field(10, ge=1, description="Passes over the records.")
     max_updates: int | None = Field(None, ge=1, description="Stop after this many optimizer updates.")
     lr: float = Field(1e-4, gt=0, description="Peak learning rate.")
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        "cosine", description="Learning rate after the warm-up; wsd stays up and falls over the last fifth.")
     warmup_share: float = Field(0.015, ge=0, le=1, description="Share of updates with rising learning rate.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay.")
     clip: float = Field(0.5, gt=0, description="Largest gradient norm.")
+    ema: float | None = Field(
+        None, gt=0, lt=1, description="Decay of a moving average of the weights, which is validated and exported instead.")
     batch_tokens: int = Field(8192, ge=1, description="Tokens in one packed batch.")
+    micro_batches: int = Field(1, ge=1, description="Packed batches per update, shared out among the processes.")
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="Compute type; master weights are fp32.")
+    matmul: Literal["plain", "fp8"] = Field(
+        "plain", description="fp8: forward products and gradients of activations in fp8 (GPU, bfloat16).")
+    path: Literal["fast", "readable"] = Field("fast", description="Implementation; both give the same numbers.")
     seed: int = Field(0, ge=0, description="Initial weights and order of records.")
     validate_every: int | None = Field(None, ge=1, description="Updates between validations. Default: every epoch.")
+
+    @model_validator(mode="after")
+    def _possible(self):
+        if self.matmul == "fp8" and (self.dtype != "bfloat16" or self.path != "fast"):
+            raise ValueError(f"matmul fp8 needs dtype bfloat16 and path fast, not {self.dtype} and {self.path}")
+        if self.path == "readable" and self.loss != "soft_cross_entropy":
+            raise ValueError(f"path readable has loss soft_cross_entropy only, not {self.loss}; use path fast")
+        if self.init != "random" and self.warm_start:
+            raise ValueError(f"init {self.init} and warm_start {self.warm_start} exclude one another; drop one")
+        return self
 
 
 class Speculation(Section):
@@ -271,6 +296,11 @@ class Runtime(Section):
     max_tries: int = Field(5, ge=1, description="Tries of a row before it is recorded as an error.")
     checkpoint_every: int = Field(200, ge=1, description="Updates between checkpoints of training.")
     keep_checkpoints: int = Field(2, ge=1, description="Checkpoints that are kept.")
+    processes: int = Field(1, ge=1, description="Processes of training on this machine, one per GPU.")
+    parallel: Literal["ddp", "fsdp"] = Field("ddp", description="Whole weights in each process, or shared out (FSDP2).")
+    loader_threads: int = Field(2, ge=0, description="Threads that prepare batches ahead of training.")
+    trackers: list[Literal["tensorboard", "wandb"]] = Field(
+        [], description="Where the curves of training go besides CSV and JSON.")
     reserve_bytes: int = Field(2**30, ge=0, description="Disk space that must stay free.")
     push: list[Literal["target", "prepare", "generate", "tokenize", "vocab", "extract", "train", "bench"]] = Field(
         ["generate", "train"], description="Stages whose artifacts `make push` sends to the DVC remote.")

@@ -5,12 +5,11 @@ position t reads x_{t+1+k} and predicts x_{t+2+k}; its state is the drafter's ow
 t + k. So with a prompt of p tokens position p-1, which drafts the first token after prefill, is supervised.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from eagle3.attention import PackedAttention
 from eagle3.drafter import Drafter
@@ -88,19 +87,29 @@ def loss(drafter: Drafter, batch: Batch, head: Tensor, steps: int, decay: float)
     A batch without a supervised token gives a zero that still hangs on the weights. Source: EAGLE-3, section 3.2.
     """
     targets = supervised_targets(batch)
+    counts = torch.stack([align_for_step(batch, targets, step)[0].sum() for step in range(steps)])
+    weights = decay ** torch.arange(steps, device=counts.device)
+    total, shares, right = scaled_loss(drafter, batch, head, weights / counts.clamp(min=1))
+    seen = (counts > 0).nonzero().flatten()
+    return total, {"loss": (shares / weights)[seen].tolist(), "accuracy": (right / counts)[seen].tolist()}
+
+
+def scaled_loss(drafter: Drafter, batch: Batch, head: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, its share per step [K], hits per step [K]): sums over supervised tokens, one of step k weighing scale[k]."""
+    targets = supervised_targets(batch)
     logits = teacher(batch, targets, head).float()  # [n, D]
     total = sum(p.sum() for p in drafter.parameters()) * 0.0
-    figures: dict[str, list[float]] = {"loss": [], "accuracy": []}
-    for step, state in enumerate(unroll(drafter, batch, steps)):
+    shares, right = torch.zeros_like(scale), torch.zeros_like(scale)
+    for step, state in enumerate(unroll(drafter, batch, len(scale))):
         reachable, positions = align_for_step(batch, targets, step)
-        if len(positions) == 0:
+        if not len(positions):
             continue
         drafted = drafter.logits(state[positions]).float()
-        part = functional.cross_entropy(drafted, logits[reachable].softmax(-1))
-        total = total + decay**step * part
-        figures["loss"].append(part.item())
-        figures["accuracy"].append((drafted.argmax(-1) == logits[reachable].argmax(-1)).float().mean().item())
-    return total, figures
+        probabilities = logits[reachable].softmax(-1)
+        part = -(probabilities * drafted.log_softmax(-1)).sum() * scale[step]
+        total = total + part
+        shares[step], right[step] = part.detach(), (drafted.argmax(-1) == logits[reachable].argmax(-1)).sum()
+    return total, shares, right
 
 
 @torch.no_grad()

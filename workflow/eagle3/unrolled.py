@@ -48,7 +48,7 @@ class Recipe:
 
 
 def loss(drafter: Drafter, layout: Layout, head: Tensor, recipe: Recipe, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss [], loss per step [K] before `scale`, hits per step [K]) of a layout on the drafter's device.
+    """(loss [], its share per step [K], hits per step [K]) of a layout on the drafter's device.
 
     `head` [D, H]: the target's rows of the draft vocabulary. `scale` [K]: weight of one supervised position of each step,
     decay**k / supervised positions. Sums, not means, so that parts of a batch add up.
@@ -59,6 +59,19 @@ def loss(drafter: Drafter, layout: Layout, head: Tensor, recipe: Recipe, scale: 
     return _Unrolled.apply(drafter, layout, head, recipe, scale, *(named[name] for name in WEIGHTS))
 
 
+@torch.no_grad()
+def hits(drafter: Drafter, layout: Layout, head: Tensor, recipe: Recipe) -> Tensor:
+    """[active rows, K] int8 as `ttt.hits` has them: whether step k drafts what the target's whole vocabulary prefers, -1
+    where it is not supervised. `head` [V, H]. A choice outside the draft vocabulary is never hit."""
+    choices = torch.cat([(part.to(head.dtype) @ head.T).argmax(-1) for part in layout.last.split(1024)])  # [s]
+    place = torch.full((len(head),), -1, device=head.device)
+    place[drafter.draft_ids] = torch.arange(len(drafter.draft_ids), device=head.device)
+    scale = torch.ones(recipe.steps, device=head.device)
+    found = _forward(drafter, layout, head[drafter.draft_ids], recipe, scale, dict(drafter.named_parameters()),
+                     place[choices]).hits
+    return torch.where(layout.teachers >= 0, found, -1).T.to(torch.int8)
+
+
 class _Saved:
     """What the backward pass needs of the forward pass; stacks are [K, n, …], one row block per step."""
 
@@ -67,7 +80,8 @@ class _Unrolled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, drafter, layout, head, recipe, scale, *weights):
         ctx.saved = s = _forward(drafter, layout, head, recipe, scale, dict(zip(WEIGHTS, weights)))
-        return s.losses.sum(), s.losses / scale, s.hits
+        ctx.mark_non_differentiable(s.hits)
+        return s.losses.sum(), s.losses.clone(), s.hits.sum(1)
 
     @staticmethod
     def backward(ctx, dloss, *_):
@@ -77,7 +91,8 @@ class _Unrolled(torch.autograd.Function):
 
 
 @torch.no_grad()
-def _forward(drafter: Drafter, layout: Layout, head: Tensor, recipe: Recipe, scale: Tensor, w: dict[str, Tensor]) -> _Saved:
+def _forward(drafter: Drafter, layout: Layout, head: Tensor, recipe: Recipe, scale: Tensor, w: dict[str, Tensor],
+             best: Tensor | None = None) -> _Saved:
     s, dtype = _Saved(), recipe.dtype
     config = drafter.config
     s.drafter, s.layout, s.recipe, s.eps = drafter, layout, recipe, config["rms_norm_eps"]
@@ -100,6 +115,7 @@ def _forward(drafter: Drafter, layout: Layout, head: Tensor, recipe: Recipe, sca
 
     teacher = layout.last.to(dtype) @ head.to(dtype).T  # [s, D]
     teacher_lse, teacher_best = ew.log_sum_exp(teacher)
+    teacher_best = teacher_best if best is None else best
     cos, sin = drafter.rope(torch.arange(layout.longest[1] + steps, device=layout.rows.device))
     kind = recipe.attention if recipe.attention != "auto" else "flash" if teacher.is_cuda else "plain"
     s.attention = CausalAttention(layout, kind)
@@ -156,7 +172,7 @@ def _forward(drafter: Drafter, layout: Layout, head: Tensor, recipe: Recipe, sca
         lost, hit = loss_and_gradient_(recipe.loss, s.logits[k], teacher, teacher_lse, teacher_best, layout.teachers[k],
                                        scale[k])
         losses.append(lost.sum())
-        hits.append(hit.sum())
+        hits.append(hit)
         s.queries.append(q)
         s.lses.append(lse)
         s.middles.append(middle)

@@ -3,18 +3,21 @@
 import _path  # noqa: F401, I001  (first: see there)
 import argparse
 import csv
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import torch
 import transformers
 
 from eagle3 import drafter as drafters
-from eagle3 import export, layers, shards, vocab
+from eagle3 import export, layers, parallel, shards, vocab, warm_start
 from eagle3.checkpoints import Checkpoints
 from eagle3.errors import Refusal
 from eagle3.files import digest_file, read_json, replacing, write_json
+from eagle3.process import watch_ancestors
 from eagle3.stage import Stage, main, running
 from eagle3.target import Target
 from eagle3.trainer import Progressed, Trainer
@@ -24,34 +27,60 @@ KEPT = ("target_digest", "hidden_size", "layers", "convention", "last_is", "dtyp
 
 
 def build(arguments: argparse.Namespace) -> None:
-    inputs = [arguments.target, arguments.vocab, arguments.hidden_states]
-    with running("train", arguments.params, inputs) as stage:
-        params, target = stage.params.train, Target(arguments.target)
-        names = sorted(read_json(arguments.vocab.with_suffix(".json"))["datasets"])
-        remove_orphans(stage, arguments.hidden_states, names)
-        folders = [arguments.hidden_states / name for name in names]
-        first = shards.read_manifest(folders[0])
-        expected = {"target_digest": target.digest, "hidden_size": target.hidden_size,
-                    **{key: first[key] for key in ("layers", "convention", "last_is", "dtype")}}
-        train = shards.ShardSet(folders, "train", expected)
-        validation = shards.ShardSet(folders, "validation", expected, verify=False)
-        d2t, t2d = vocab.read(arguments.vocab)
-        dtype = target_dtype(target)
-        config = drafters.drafter_config(target.config, params.architecture.model_dump(), len(d2t),
-                                         layers.config_ids(first["layers"], first["convention"]), dtype)
-        identity = {"params": params.model_dump(), "config": config, "vocab": digest_file(arguments.vocab),
-                    "hidden_states": {n: {k: m.get(k) for k in KEPT} for n, m in train.manifests.items()}}
-        checkpoints = Checkpoints(stage.work, identity, stage.params.runtime.keep_checkpoints)
-        head = target.head().float()
-        drafter = drafters.Drafter(config, target.embedding().float(), d2t, t2d).initialise(head, params.seed)
-        stage.say(f"{len(train)} training and {len(validation)} validation sequences, {sum(train.lengths):,} tokens, "
-                  f"{sum(p.numel() for p in drafter.parameters()):,} weights")
-        trainer = Trainer(drafter, head, train, validation, params, stage.params.runtime, checkpoints, stage.say)
-        made_with = origin(stage.work, fresh=checkpoints.latest() is None)
-        done = trainer.run()
+    if "RANK" in os.environ:  # one of several processes, started below
+        watch_ancestors()
+        train(Stage("train", arguments.params), arguments)
+        return
+    with running("train", arguments.params, [arguments.target, arguments.vocab, arguments.hidden_states]) as stage:
+        remove_orphans(stage, arguments.hidden_states, dataset_names(arguments))
+        processes = stage.params.runtime.processes
+        if processes > 1:
+            parallel.launch(__file__, sys.argv[1:], processes)
+        else:
+            train(stage, arguments)
+
+
+def dataset_names(arguments: argparse.Namespace) -> list[str]:
+    return sorted(read_json(arguments.vocab.with_suffix(".json"))["datasets"])
+
+
+def train(stage: Stage, arguments: argparse.Namespace) -> None:
+    """Trains in this process, which may be one of several; the first of them writes the result."""
+    params, target, processes = stage.params.train, Target(arguments.target), parallel.Processes()
+    leader = processes.rank == 0
+    say = stage.say if leader else (lambda text: None)
+    folders = [arguments.hidden_states / name for name in dataset_names(arguments)]
+    first = shards.read_manifest(folders[0])
+    expected = {"target_digest": target.digest, "hidden_size": target.hidden_size,
+                **{key: first[key] for key in ("layers", "convention", "last_is", "dtype")}}
+    training = shards.ShardSet(folders, "train", expected, verify=leader)
+    validation = shards.ShardSet(folders, "validation", expected, verify=False)
+    d2t, t2d = vocab.read(arguments.vocab)
+    config = drafters.drafter_config(target.config, params.architecture.model_dump(), len(d2t),
+                                     layers.config_ids(first["layers"], first["convention"]), target_dtype(target))
+    identity = {"params": params.model_dump(), "config": config, "vocab": digest_file(arguments.vocab),
+                "hidden_states": {n: {k: m.get(k) for k in KEPT} for n, m in training.manifests.items()},
+                "warm_start": warm_start.digest(params.warm_start)}
+    if not leader:
+        processes.wait()  # the first process alone clears away checkpoints of another run
+    checkpoints = Checkpoints(stage.work, identity, stage.params.runtime.keep_checkpoints)
+    if leader:
+        processes.wait()
+    compute = getattr(torch, params.dtype)
+    head = target.head().to(compute)
+    drafter = drafters.Drafter(config, target.embedding().to(compute), d2t, t2d).initialise(head.float(), params.seed)
+    say(f"{len(training)} training and {len(validation)} validation sequences, {sum(training.lengths):,} tokens, "
+        f"{sum(p.numel() for p in drafter.parameters()):,} weights")
+    fresh = checkpoints.latest() is None
+    made_with = origin(stage.work, fresh) if leader else {}
+    start = warm_start.weights(drafter, params, training, say) if fresh else None
+    trainer = Trainer(drafter, head, training, validation, params, stage.params.runtime, checkpoints, say, start)
+    done = trainer.run()
+    processes.close()
+    if leader:
         write(arguments.out, done, config, identity, made_with)
-        stage.say(f"accept length {done.history[0]['accept_length']:.3f} untrained, {done.best_length:.3f} at update "
-                  f"{done.best_update} of {done.update} ({params.steps} steps, simulated)")
+        say(f"accept length {done.history[0]['accept_length']:.3f} untrained, {done.best_length:.3f} at update "
+            f"{done.best_update} of {done.update} ({params.steps} steps, simulated)")
 
 
 def target_dtype(target: Target) -> str:
@@ -81,7 +110,7 @@ def write(out: Path, done: Progressed, config: dict, identity: dict, made_with: 
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         export.write(folder, done.best, config)
-        best = next(row for row in done.history if row["update"] == done.best_update)
+        best = max((row for row in done.history if row["update"] == done.best_update), key=lambda row: row["accept_length"])
         write_json(folder / "metrics.json", {
             "accept_length": best["accept_length"], "accept_length_untrained": done.history[0]["accept_length"],
             "accuracy": {f"step_{k}": best[f"accuracy_{k}"] for k in range(identity["params"]["steps"])},
