@@ -1,11 +1,12 @@
 """The client against a real server that misbehaves. Alone: python -m pytest tests/test_sglang_engine.py"""
 
 import itertools
+import json
 import time
 
 import pytest
 import serving
-from eagle3 import schema
+from eagle3 import schema, server
 from eagle3.engines import Request
 from eagle3.errors import Refusal
 from eagle3.sglang_engine import SGLangEngine
@@ -99,6 +100,20 @@ def test_a_long_answer_is_no_stall_and_a_silent_server_is(target):
         run(target, [url], serving.requests(30), stall_timeout=1)
 
 
+def test_a_stalled_server_is_restarted_and_costs_no_row(target, monkeypatch):
+    """Catalogue C07, C10, as seen with a real SGLang whose scheduler was killed: the state file calls the old process
+    ready until the supervisor has ended it, and believing that used up the tries of every row in flight."""
+    monkeypatch.setenv("MISBEHAVE", json.dumps({"stall_at": 20, "deaf": True}))
+    requests = serving.requests(50)
+    settings = serving.server_settings(max_restarts=8, stop_timeout=1.5)  # a slow end, as the real one's
+    engine = SGLangEngine(target, GREEDY, settings, schema.Runtime(concurrency=8, stall_timeout=1.5), say=print)
+    results = {}
+    with engine:
+        engine.run(iter(requests), lambda result: results.__setitem__(result.request.key, result))
+        assert server.read_state()["restarts"] >= 2
+    assert_all_right(requests, results)
+
+
 def test_another_server_takes_over_and_the_first_one_returns(target, in_tmp):
     requests = serving.requests(300)
     first = serving.free_port()
@@ -123,8 +138,6 @@ def test_another_server_takes_over_and_the_first_one_returns(target, in_tmp):
 
 def test_a_row_that_kills_the_server_ends_alone(target, in_tmp, monkeypatch):
     """Catalogue C18: a death is expected; a row that causes it every time becomes an error, its neighbours do not."""
-    import json
-
     monkeypatch.setenv("MISBEHAVE", json.dumps({"poison": 3 + 30, "late": 0.01}))
     requests = [r for r in serving.requests(60) if 33 not in r.prompt_ids[1:]]
     settings = serving.server_settings(max_restarts=8)

@@ -92,6 +92,7 @@ class Lease:
     def __init__(self, urls: list[str], target: Target, folder: Path | None):
         self.urls, self.target, self.folder = urls, target, folder
         self.fingerprint: dict[str, Any] = {}
+        self.stuck: int | None = None  # the process that was reported stuck; not ready again until another has its place
 
     def state(self, url: str, patience: float = 60) -> str:
         """"ready", or "down" while it may come back. Raises Refusal if it will not, or is not what was asked for.
@@ -112,7 +113,7 @@ class Lease:
                           "command again: finished rows are kept")
         if state["phase"] == "failed":
             raise Refusal(state["reason"])
-        if state["phase"] != "ready":
+        if state["phase"] != "ready" or state["server"] == self.stuck:
             return "down"
         refuse_if_other(state["fingerprint"], self.target, url)
         return "ready" if start_time(state["server"]) else "down"
@@ -120,6 +121,7 @@ class Lease:
     def report_stuck(self) -> None:
         """Has the supervisor end and restart a server that gives no more tokens; others' servers are left alone."""
         if self.folder and alive(state := read_state(self.folder)):
+            self.stuck = state["server"]
             os.kill(state["supervisor"][0], signal.SIGUSR1)
 
     def wait(self, patience: float) -> None:
