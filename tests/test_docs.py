@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import tiny
-
 from eagle3 import params as parameters
 from eagle3 import reference
 
