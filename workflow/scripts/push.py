@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 from eagle3 import params as parameters
-from eagle3.bridge import Bridge
 from eagle3.errors import Refusal
+from eagle3.keys import stage_names
 
 
 def targets(stages: list[str], wanted: list[str]) -> list[str]:
@@ -21,7 +21,8 @@ def main() -> None:
     parser.add_argument("--remote", help="name of the remote (default: DVC's)")
     arguments = parser.parse_args()
     try:
-        names = targets(Bridge().stages(), parameters.load(arguments.params).runtime.push)
+        params = parameters.load(arguments.params)
+        names = targets(stage_names(parameters.read_yaml("dvc.yaml"), sorted(params.datasets)), params.runtime.push)
     except Refusal as refusal:
         sys.exit(f"error: {refusal}")
     remote = ["--remote", arguments.remote] if arguments.remote else []
