@@ -20,6 +20,8 @@ from dvc.exceptions import DvcException
 from dvc.lock import LockError
 from dvc.repo import Repo, lock_repo
 
+from eagle3.sync import without_dangling
+
 # Stages that take over rows of their earlier artifact: it is fetched if only the remote has it.
 REUSES = ("generate", "extract")
 UNREACHABLE, PATIENCE = Path(".build/remote-unreachable"), 600.0  # seconds in which the remote is not tried again
@@ -80,7 +82,7 @@ def bring_up_to_date(name: str) -> None:
     with Repo(_wait_for_lock=True) as repo:
         with lock_repo(repo):
             stage = repo.stage.collect(name)[0]
-            changed = stage.changed()
+            changed = without_dangling(stage.changed)
             if changed:
                 drop_damaged(repo, stage)
         if not changed:
