@@ -5,9 +5,8 @@ import shutil
 import subprocess
 
 import pytest
-from test_report import made  # noqa: F401  (a fixture)
-
 from eagle3 import page
+from test_report import made  # noqa: F401  (a fixture)
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 FLAGS = ("--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-
 from eagle3 import page, report, report_schema
 from eagle3.figures import Arm, Served
 from eagle3.measuring import Measured, Variant, cells
