@@ -23,6 +23,7 @@ import torch
 from eagle3 import layout as layouts
 from eagle3 import loader, shards, ttt, unrolled, vocab
 from eagle3.drafter import Drafter, drafter_config
+from eagle3.offload import states_to_store
 from eagle3.packing import packed_epoch
 from eagle3.records import Record
 
@@ -239,15 +240,18 @@ def loaded(report: dict, size: dict, tokens: int, updates: int) -> None:
     release()
     with tempfile.TemporaryDirectory() as folder:
         rows = make_rows(size, 4 * tokens, "real", seed=9)
-        states = [shards.States(Record(id=r["id"], input_ids=r["input_ids"].tolist(), loss_mask=r["loss_mask"].tolist(),
-                                       split="train"), r["aux"], r["last"]) for r in rows]
         place = Path(folder) / "set"
         place.mkdir()
-        half = len(states) // 2
-        entries = [shards.write_shard(place / f"shard-{i}.safetensors", part, "bfloat16")
-                   for i, part in enumerate((states[:half], states[half:]))]
+        entries = []
+        for start in range(0, len(rows), 64):
+            part = rows[start:start + 64]
+            writer = shards.ShardWriter(place, f"shard-{start}", [
+                Record(id=r["id"], input_ids=r["input_ids"].tolist(), loss_mask=r["loss_mask"].tolist(), split="train")
+                for r in part], size["hidden_size"], "bfloat16")
+            for i, r in enumerate(part):
+                writer.write(i, states_to_store(list(r["aux"].chunk(3, -1)), r["last"], "bfloat16"), 0, len(r["last"]))
+            entries.append(writer.finish())
         shards.write_manifest(place, {}, entries)
-        del states
         data = shards.ShardSet([place], "train", {}, verify=False)
         reader, run = loader.Reader(data), Run(size, unrolled.Recipe(size["steps"], COMPUTE))
         groups = [g for e in range(99) for g in packed_epoch(data.lengths, tokens, 0, e)][:updates]

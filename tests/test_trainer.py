@@ -15,8 +15,6 @@ from eagle3.schedule import learning_rate, steps_at
 from eagle3.shards import ShardSet
 from eagle3.trainer import Stop
 
-WORKER = Path(__file__).with_name("train_worker.py")
-
 
 @pytest.fixture
 def data(in_tmp):
@@ -129,42 +127,30 @@ def test_a_tracker_that_is_not_installed_is_refused_by_name(data, in_tmp):
             training.make_trainer(in_tmp / "run", data, runtime={"trackers": ["wandb"]}).run()
 
 
-def spawn(folder: Path, data: Path, world: int, kind: str, micro_batches: int, stop_at: int | None = None) -> dict:
-    """Trains in `world` processes and returns what the first of them saw."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"] if world > 1 else []
-    out = folder / f"{kind}-{world}.json"
-    done = subprocess.run([sys.executable, *launcher, str(WORKER), str(folder / "run"), str(data), kind, str(micro_batches),
-                           str(stop_at), str(out)], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=280,
-                          env={**os.environ, "OMP_NUM_THREADS": "1",
-                               "PYTHONPATH": f"{Path(__file__).parents[1] / 'workflow'}:{Path(__file__).parent}"})
-    assert out.exists(), done.stdout[-3000:]
-    return json.loads(out.read_text())
-
-
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_processes_train_as_one_and_another_number_resumes(data, in_tmp, kind):
+    """Two processes stop at a signal that one of them got; one process goes on from their checkpoint. Losses and accept
+    lengths of both parts are those of one process from the start. Also: batches that two cannot share out are refused."""
     expected = training.make_trainer(in_tmp / "one", data, micro_batches=2).run()
-    folder = in_tmp / kind
-    folder.mkdir()
-    stopped = spawn(folder, data, 2, kind, 2, stop_at=2)
-    assert stopped["update"] == 3
-    found = spawn(folder, data, 1, kind, 2)  # one process goes on where two were
-    both = spawn(in_tmp / "fresh" / kind, data, 2, kind, 2) if (in_tmp / "fresh" / kind).mkdir(parents=True) is None else None
-    for history in (found["history"], both["history"]):
-        assert [row["loss"] for row in history[1:]] == pytest.approx([row["loss"] for row in expected.history[1:]], rel=1e-4)
-        assert history[-1]["accept_length"] == pytest.approx(expected.history[-1]["accept_length"], abs=0.05)
-
-
-def test_processes_that_do_not_share_the_batches_out_are_refused(data, in_tmp):
-    folder = in_tmp / "odd"
-    folder.mkdir()
-    assert "train.micro_batches is 1, but 2 processes" in spawn(folder, data, 2, "ddp", 1)["refused"]
+    out, here = in_tmp / "seen.json", Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(here / "train_worker.py"),
+         str(in_tmp / "run"), str(data), kind, str(out)], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{here.parent / 'workflow'}:{here}"})
+    assert out.exists(), done.stdout[-3000:]
+    seen = json.loads(out.read_text())
+    assert "train.micro_batches is 1, but 2 processes" in seen["refused"] and "update 3 of" in seen["stopped"]
+    said = []
+    found = training.make_trainer(in_tmp / "run", data, said.append, micro_batches=2).run()
+    assert said == [f"continues at update 3 of {expected.update}"]
+    assert [row["loss"] for row in found.history[1:]] == pytest.approx([row["loss"] for row in expected.history[1:]], rel=1e-4)
+    assert found.history[-1]["accept_length"] == pytest.approx(expected.history[-1]["accept_length"], abs=0.05)
 
 
 def test_several_threads_read_the_rows_in_order(data):
     from eagle3 import loader
 
-    rows, reader = ShardSet([data], "train", {}), None
+    rows = ShardSet([data], "train", {})
     reader = loader.Reader(rows)
     found = list(loader.ahead(lambda i: reader.rows([i])[0]["id"], range(len(rows)), 3))
     assert found == [rows[i]["id"] for i in range(len(rows))]

@@ -6,9 +6,10 @@ import torch
 from eagle3 import drafter as drafters
 from eagle3 import shards, vocab
 from eagle3.checkpoints import Checkpoints
+from eagle3.offload import states_to_store
 from eagle3.records import Record
 from eagle3.schema import Runtime, Train
-from eagle3.shards import ShardSet, States
+from eagle3.shards import ShardSet, ShardWriter
 from eagle3.trainer import Trainer
 
 SHAPE = {"hidden_size": 16, "vocab_size": 40, "rms_norm_eps": 1e-5, "hidden_act": "silu", "max_position_embeddings": 128,
@@ -49,10 +50,14 @@ def rows() -> list[dict]:
 def write_shards(folder: Path, found: list[dict], validation: int = 2) -> Path:
     """A data set's folder; the last `validation` rows are held out."""
     folder.mkdir(parents=True)
-    states = [States(Record(id=row["id"], input_ids=row["input_ids"].tolist(), loss_mask=row["loss_mask"].tolist(),
-                            split="validation" if i >= len(found) - validation else "train"), row["aux"], row["last"])
-              for i, row in enumerate(found)]
-    shards.write_manifest(folder, {}, [shards.write_shard(folder / "shard-0.safetensors", states, "float32")])
+    records = [Record(id=row["id"], input_ids=row["input_ids"].tolist(), loss_mask=row["loss_mask"].tolist(),
+                      split="validation" if i >= len(found) - validation else "train") for i, row in enumerate(found)]
+    writer = ShardWriter(folder, "shard", records, found[0]["last"].shape[1], "float32")
+    for i, row in enumerate(found):
+        stored = states_to_store(list(row["aux"].chunk(3, -1)), row["last"], "float32")
+        stored["bad"].zero_()  # what is broken is let through here, and must be found by training
+        writer.write(i, stored, 0, len(row["last"]))
+    shards.write_manifest(folder, {}, [writer.finish()])
     return folder
 
 

@@ -4,7 +4,8 @@ T: tokens of a packed batch. H: hidden size. D: draft vocabulary. Layout and nam
 Source: EAGLE-3, arXiv 2503.01840.
 """
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import transformers
@@ -49,15 +50,18 @@ def drafter_config(target: dict[str, Any], architecture: dict[str, int | None], 
 
 
 def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """RoPE of a configuration in either form. Raises Refusal if it names no base: 10000 would be a guess."""
+    """RoPE of a configuration in either form. Raises Refusal if it names no base (10000 would be a guess), or turns a part
+    of each head only."""
     found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = found.get("rope_theta", config.get("rope_theta"))
     if theta is None:
         raise Refusal("the target's config.json has no rope_theta, neither at the top nor in rope_parameters")
     found["rope_theta"] = theta
     found["rope_type"] = found.pop("type", None) or found.get("rope_type", "default")
-    if config.get("partial_rotary_factor", 1.0) != 1.0:
-        found.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
+    partial = found.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0
+    if partial != 1.0:
+        raise Refusal(f"the target turns {partial:.0%} of each head (partial_rotary_factor), a Llama drafter all of it; such "
+                      "targets are not supported")
     return found
 
 
@@ -150,7 +154,7 @@ class Drafter(nn.Module):
         (`head` [V, H]) and the norms as ones."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            for name, parameter in sorted(self.named_parameters()):
+            for _name, parameter in sorted(self.named_parameters()):
                 if parameter.dim() == 2:
                     parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
             self.lm_head.weight.copy_(head[self.draft_ids.cpu()])

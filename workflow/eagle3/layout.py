@@ -66,7 +66,7 @@ def plan(rows: list[dict[str, Any]], steps: int, pin: bool = False) -> Layout | 
         "teachers": torch.full((steps, n), -1, dtype=torch.int32)}
     for name, used in (("aux", sizes["positions"]), ("last", sizes["targets"])):
         found[name][used:].zero_()
-    span = torch.empty(sizes["active"], dtype=torch.int64)
+    span, later = torch.empty(sizes["active"], dtype=torch.int64), torch.arange(steps).unsqueeze(1)  # [K, 1]
     borders = {"query": [0], "key": [0]}
     w0 = m0 = n0 = s0 = 0
     for part in parts:
@@ -80,14 +80,13 @@ def plan(rows: list[dict[str, Any]], steps: int, pin: bool = False) -> Layout | 
         found["context_tokens"][m0:m1] = w0 + part["positions"]
         found["context_readers"][w0:w0 + context] = m0 + part["positions"]
         found["rows"][n0:n1] = m0 + active
-        place = torch.full((length + steps,), -1)
-        place[active] = torch.arange(n0, n1)
+        place = torch.full((steps + length,), -1)  # active row of position i - steps
+        place[steps + active] = torch.arange(n0, n1)
         teacher = torch.full((len(row["input_ids"]) + steps + 2,), -1, dtype=torch.int32)
         teacher[targets] = torch.arange(s0, s1, dtype=torch.int32)
-        for step in range(steps):
-            found["step_tokens"][step, n0:n1] = w0 + (active + step).clamp(max=length - 1)
-            found["step_readers"][step, w0 + step:w1] = place[:max(0, length - step)]
-            found["teachers"][step, n0:n1] = teacher[active + 2 + step]
+        found["step_tokens"][:, n0:n1] = w0 + (active + later).clamp(max=length - 1)
+        found["step_readers"][:, w0:w1] = place[steps + torch.arange(length) - later]
+        found["teachers"][:, n0:n1] = teacher[active + 2 + later]
         span[n0:n1] = borders["query"][-1] + active - active[0]
         borders["query"].append(borders["query"][-1] + int(active[-1] - active[0]) + 1)
         borders["key"].append(m1)
@@ -107,9 +106,9 @@ def _sequence(row: dict[str, Any], steps: int) -> dict[str, Any] | None:
     length = len(mask)
     targets = mask.nonzero().flatten()
     targets = targets[targets >= 2]
+    drafting = targets - 2 - torch.arange(steps).unsqueeze(1)  # [K, targets] position that drafts it at each step
     alive = torch.zeros(length, dtype=torch.bool)
-    for step in range(steps):
-        alive[(targets - 2 - step).clamp(min=0)[targets >= 2 + step]] = True
+    alive[drafting[drafting >= 0]] = True
     active = alive.nonzero().flatten()
     if not len(active):
         return None

@@ -3,7 +3,7 @@
 import copy
 import itertools
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -21,8 +21,7 @@ class Reader:
 
     def rows(self, indices: list[int]) -> list[dict[str, Any]]:
         if not hasattr(self.local, "data"):
-            self.local.data = copy.copy(self.data)
-            self.local.data.handles = OrderedDict()
+            self.local.data = copy.copy(self.data)  # its open files are left out, as for worker processes
         return [self.local.data[i] for i in indices]
 
 

@@ -168,8 +168,8 @@ class Trainer:
             hits += hit
         torch.nn.utils.clip_grad_norm_(self.weights.values(), self.params.clip)
         self.optimizer.step()
-        if self.average:
-            torch._foreach_lerp_(self.average, [p.detach() for p in self.weights.values()], 1 - self.params.ema)
+        for mine, weight in zip(self.average, self.weights.values()):
+            mine.lerp_(weight.detach(), 1 - self.params.ema)
         return self.processes.sum(shares), self.processes.sum(hits) / update.counts.clamp(min=1), rate
 
     def _exchange(self, last: bool):
@@ -224,9 +224,11 @@ class Trainer:
         weights = list(self.weights.values())
         kept = [p.detach().clone() for p in weights]
         with torch.no_grad():
-            torch._foreach_copy_(weights, self.average)
+            for weight, mine in zip(weights, self.average):
+                weight.copy_(mine)
             yield
-            torch._foreach_copy_(weights, kept)
+            for weight, mine in zip(weights, kept):
+                weight.copy_(mine)
 
     @torch.no_grad()
     def measure(self) -> dict[str, Any]:
