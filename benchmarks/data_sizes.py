@@ -23,8 +23,8 @@ HELD_OUT = 0.02
 def parameters(options: argparse.Namespace, names: list[str]) -> dict:
     """params.yaml of the study."""
     return {
-        "target": {"source": {"path": str(options.target.resolve())}, "dtype": options.dtype, "context_length": 2048},
-        "prompts": {}, "generate": {}, "on_policy": {},
+        "target": {"source": {"path": str(options.target.resolve())}, "dtype": options.dtype, "context_length": 4096},
+        "prompts": {}, "generate": {"sampling": {"max_new_tokens": 1}}, "on_policy": {},
         "datasets": {name: {"answers": "generate", "source": {"path": "unused.jsonl"}} for name in names},
         "records": {"max_tokens": 1024, "validation_share": HELD_OUT}, "vocab": {"size": options.vocab},
         "hidden_states": {"dtype": options.states},
