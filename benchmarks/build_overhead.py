@@ -10,6 +10,7 @@ at once, so that what is measured is the build and nothing else. Times are CPU s
 import argparse
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -31,13 +32,12 @@ for name in sys.argv[1:]:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(name)
 """
-# Outputs that dvc.yaml names by their folder only.
-FILES = {"target": ["data/target/target.json"],
-         "generate": [f"data/responses/{{}}/{name}" for name in ("raw_responses.jsonl", "errors.jsonl", "fingerprint.json")],
-         "extract": ["data/hidden_states/{}/manifest.json"],
-         "train": [f"data/drafter/{name}" for name in ("model.safetensors", "config.json", "training.json", "metrics.json",
-                                                        "curves.csv")],
-         "bench": [f"data/bench/{name}" for name in ("report.json", "report.html", "metrics.json", "acceptance.csv")]}
+
+def outputs(folder: Path, stage: str, outs: list[str]) -> list[str]:
+    """Files that a stage has to create: of a folder in dvc.yaml, those that its rule names."""
+    text = (folder / f"workflow/rules/{stage}.smk").read_text()
+    named = [name.replace("{dataset}", "${key}") for name in re.findall(r'"(data/[^"]+)"', text)]
+    return sorted({name for name in named for out in outs if name == out or name.startswith(out + "/")})
 
 
 def cpu(*command: str, folder: Path) -> float:
@@ -69,8 +69,8 @@ def make_project(folder: Path, datasets: int) -> Path:
     definitions = yaml.safe_load((folder / "dvc.yaml").read_text())
     for name, stage in definitions["stages"].items():
         inner = stage.get("do", stage)
-        files = FILES.get(name) or [out if isinstance(out, str) else next(iter(out)) for out in inner["outs"]]
-        inner["cmd"] = "python make.py " + " ".join(file.replace("{}", "${key}") for file in files)
+        outs = [out if isinstance(out, str) else next(iter(out)) for out in inner["outs"]]
+        inner["cmd"] = "python make.py " + " ".join(outputs(folder, name, outs))
     (folder / "dvc.yaml").write_text(yaml.safe_dump(definitions, sort_keys=False, width=1000))
     sources = {f"set{i}": (Path("/nowhere"), "generate") for i in range(datasets)}
     tiny.write_params(folder, tiny.params(Path("/nowhere"), sources))
