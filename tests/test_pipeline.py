@@ -10,6 +10,7 @@ def test_drafter_and_bench_come_out(tmp_path):
     tiny.run(project, "snakemake", "--cores", "2", "bench")
     assert (project / "data/drafter/model.safetensors").exists()
     report = json.loads((project / "data/bench/report.json").read_text())
-    assert report["all"]["greedy_outputs_equal"] == report["all"]["prompts"] > 0
+    outputs = report["all"]["outputs"]
+    assert outputs["equal"] == outputs["compared"] == report["all"]["prompts"] > 0
     again = tiny.run(project, "snakemake", "-n", "bench").stdout
     assert "Nothing to be done" in again
