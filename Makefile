@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 CORES ?= all
 
-.PHONY: drafter bench doctor plan trace push status test test-recipe test-sglang test-slurm deps docs graph lint
+.PHONY: drafter bench doctor plan trace push status test test-scenarios test-recipe test-sglang test-slurm deps docs graph lint
 
 drafter: $(VENV)/ready
 	snakemake --cores $(CORES) drafter
@@ -38,6 +38,10 @@ test: $(VENV)/ready-test
 	python -m pytest -q tests
 
 # The whole Kimi recipe on a tiny model of its architecture; minutes.
+# Whole builds in every situation of docs/build.md; about an hour on two cores.
+test-scenarios: $(VENV)/ready-test
+	EAGLEMAKE_SCENARIOS=1 python -m pytest -q tests/scenarios
+
 test-recipe: $(VENV)/ready-test
 	EAGLEMAKE_RECIPE=1 python -m pytest -q tests/test_kimi_recipe.py
 

@@ -1,12 +1,15 @@
 """Fixtures that several test files share."""
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
 import pytest
 import tiny
 
+# Dozens of whole builds: `make test-scenarios`.
+collect_ignore = [] if "EAGLEMAKE_SCENARIOS" in os.environ else ["scenarios"]
 SCRIPTS = Path(__file__).resolve().parents[1] / "workflow" / "scripts"
 
 

@@ -1,0 +1,1 @@
+"""Whole builds in every situation: `make test-scenarios`. Long, so `make test` leaves them out."""
