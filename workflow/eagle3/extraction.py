@@ -21,10 +21,10 @@ from eagle3 import records as record_files
 from eagle3.capture import Capture, Job
 from eagle3.errors import Refusal
 from eagle3.files import read_json, replacing, write_json
-from eagle3.shard_layout import Layout, bytes_per_token
 from eagle3.progress import Progress
 from eagle3.published import remove_if_corrupt
 from eagle3.records import Record
+from eagle3.shard_layout import Layout, bytes_per_token
 from eagle3.shards import QUARANTINED, ShardWriter
 
 CHECKED = 3  # records, the shortest of the first that are missing, that are captured twice before the rest is

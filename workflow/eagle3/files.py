@@ -4,8 +4,9 @@ import contextlib
 import json
 import os
 import shutil
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Iterable, Iterator
+from typing import Any
 
 import xxhash
 

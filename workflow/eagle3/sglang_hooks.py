@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from eagle3.shard_layout import Layout
 from eagle3.offload import Offload, states_to_store, write_tokens
+from eagle3.shard_layout import Layout
 
 PREFIX = "eaglemake"
 ACKS = "written.acks"

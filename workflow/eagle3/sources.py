@@ -12,8 +12,8 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator
 
 from eagle3.errors import Refusal
 from eagle3.files import replacing
