@@ -290,7 +290,8 @@ class Runtime(Section):
 
     batch_size: int = Field(32, ge=1, description="Sequences answered at once (transformers).")
     batch_tokens: int = Field(8192, ge=1, description="Tokens in one forward pass of the target (transformers).")
-    concurrency: int = Field(128, ge=1, le=4096, description="Requests at once (sglang); 128 to 200 in real use.")
+    concurrency: int = Field(128, ge=1, le=4096, description="Requests at once (sglang), of all data sets together; 128 to 200 in real "
+                             "use.")
     request_timeout: float = Field(3600, gt=0, description="Seconds that a request may take, from when it is sent.")
     stall_timeout: float = Field(300, gt=0, description="Seconds without any token that count as a failure.")
     max_tries: int = Field(5, ge=1, description="Tries of a row before it is recorded as an error.")

@@ -17,7 +17,8 @@ import aiohttp
 
 from eagle3.engines import Request, Result
 from eagle3.errors import Refusal
-from eagle3.server import Lease, lease
+from eagle3.server import FOLDER, Lease, lease
+from eagle3.slots import Slots
 from eagle3.target import Target
 
 BUSY = (408, 425, 429, 503)  # "later": tried again for as long as the request's time lasts, at no cost in tries
@@ -92,6 +93,7 @@ class SGLangEngine:
     async def _run(self, requests, on_result) -> None:
         self.endpoints = [Endpoint(url) for url in self.server.urls]
         self.following: deque[Request] = deque()
+        slots = Slots(FOLDER / "slots", self.runtime.concurrency)
         self.open = 0  # requests taken and not finished: while there are any, more may follow
         # A row that was in flight at several deaths of its server may be their cause: it goes on in ever smaller
         # company, until it dies alone or is cleared.
@@ -100,7 +102,7 @@ class SGLangEngine:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3)  # less than the server's 5 s
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=30)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False) as self.session:
-            workers = asyncio.gather(*[self._work(requests, on_result) for _ in range(self.runtime.concurrency)])
+            workers = asyncio.gather(*[self._work(requests, on_result, slots) for _ in range(self.runtime.concurrency)])
             watch = asyncio.create_task(self._watch())
             try:
                 done, _ = await asyncio.wait([workers, watch], return_when=asyncio.FIRST_COMPLETED)
@@ -110,8 +112,9 @@ class SGLangEngine:
                 workers.cancel()
                 watch.cancel()
                 await asyncio.gather(workers, watch, return_exceptions=True)
+                slots.close()
 
-    async def _work(self, requests: Iterator[Request], on_result) -> None:
+    async def _work(self, requests: Iterator[Request], on_result, slots: Slots) -> None:
         while True:
             # A conversation's next turn goes before a new conversation, so that what is begun gets finished.
             request = self.following.popleft() if self.following else next(requests, None)
@@ -121,7 +124,8 @@ class SGLangEngine:
                 await asyncio.sleep(0.05)
                 continue
             self.open += 1
-            result = await self._answer(request)
+            async with slots.one():
+                result = await self._answer(request)
             if following := on_result(result):
                 self.following.append(following)
             self.open -= 1
