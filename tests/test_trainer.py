@@ -119,12 +119,22 @@ def test_learning_rates_and_steps_depend_on_the_update_alone():
     assert [steps_at(u, 10, 3, 0.0) for u in (0, 9)] == [3, 3]
 
 
-def test_a_tracker_that_is_not_installed_is_refused_by_name(data, in_tmp):
-    try:
-        import wandb  # noqa: F401
-    except ImportError:
-        with pytest.raises(Refusal, match="pip install wandb"):
-            training.make_trainer(in_tmp / "run", data, runtime={"trackers": ["wandb"]}).run()
+def test_curves_reach_the_trackers_without_a_network(data, in_tmp, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    training.make_trainer(in_tmp / "run", data, runtime={"trackers": ["tensorboard", "wandb"]}).run()
+    events = EventAccumulator(str(in_tmp / "logs/trackers/tensorboard"))
+    events.Reload()
+    assert "loss" in events.Tags()["scalars"] and len(events.Scalars("loss")) >= 2
+    [offline] = (in_tmp / "logs/trackers/wandb").glob("offline-run-*/*.wandb")
+    assert b"accept_length" in offline.read_bytes()
+
+
+def test_a_tracker_that_is_not_installed_is_refused_by_name(data, in_tmp, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(Refusal, match="pip install wandb"):
+        training.make_trainer(in_tmp / "run", data, runtime={"trackers": ["wandb"]}).run()
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
