@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import io
 import json
+import random
 import subprocess
 import tarfile
 import zipfile
@@ -26,6 +27,8 @@ def read(path):
     ("a.ndjson", "\n".join(json.dumps(r) for r in ROWS)),
     ("a.jsonl.gz", gzip.compress("".join(json.dumps(r) + "\n" for r in ROWS).encode())),
     ("c.json", "\n\n" + json.dumps(ROWS, indent=2)),
+    ("bom.jsonl", "\ufeff" + "".join(json.dumps(r) + "\n" for r in ROWS)),
+    ("bom.json.gz", gzip.compress(("\ufeff" + json.dumps(ROWS)).encode())),
 ])
 def test_json_in_all_its_forms(tmp_path, name, content):
     path = tmp_path / name
@@ -38,6 +41,9 @@ def test_csv_and_tsv(tmp_path):
     (tmp_path / "a.tsv").write_text("prompt\tn\none\t1\n")
     assert read(tmp_path / "a.csv") == [(0, {"prompt": "one,\nmore", "n": "1"})]
     assert read(tmp_path / "a.tsv") == [(0, {"prompt": "one", "n": "1"})]
+    long = "word " * 50_000
+    (tmp_path / "b.csv").write_text(f"\ufeffprompt,n\n{long},1\n")
+    assert read(tmp_path / "b.csv") == [(0, {"prompt": long, "n": "1"})]
 
 
 def test_a_bad_line_is_a_bad_row_with_its_place(tmp_path):
@@ -48,10 +54,13 @@ def test_a_bad_line_is_a_bad_row_with_its_place(tmp_path):
 
 
 @pytest.mark.parametrize("name, content, message", [
-    ("a.json", "[1, 2", "a.json: "), ("a.txt", "x", "unknown kind of file"), ("folder", None, "is a folder; name one file")])
+    ("a.json", b"[1, 2", "a.json cannot be read as .json: "), ("a.txt", b"x", "unknown kind of file; known are .jsonl, "),
+    ("folder", None, "is a folder; name one file"), ("a.jsonl.gz", b'{"prompt": "x"}', "cannot be read as .jsonl.gz: "),
+    ("cut.jsonl.gz", gzip.compress(random.Random(0).randbytes(5000))[:-99], "cut.jsonl.gz cannot be read as "),
+    ("a.parquet", b"PAR1", "a.parquet cannot be read as .parquet: "), ("a.csv", "a,b\n1,2\n".encode("utf-16"), "as .csv: ")])
 def test_what_cannot_be_read_is_refused(tmp_path, name, content, message):
     path = tmp_path / name
-    path.mkdir() if content is None else path.write_text(content)
+    path.mkdir() if content is None else path.write_bytes(content)
     with pytest.raises(Refusal, match=message):
         read(path)
 

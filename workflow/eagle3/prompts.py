@@ -117,15 +117,18 @@ def _prompt(number: int, row, dataset, limits, renderer: Renderer) -> Prompt:
     return Prompt(identity, messages, conversation.tools, ids, number)
 
 
-def refuse_if_too_many_rejected(name: str, stats: dict, limit: float) -> None:
-    """Raises Refusal with the reasons when the share of rejected rows passes `limit`, or no prompt is left."""
+def refuse_if_too_many_rejected(name: str, stats: dict, rejects: list[dict], limit: float) -> None:
+    """Raises Refusal with the reasons and an example when the share of rejected rows passes `limit`, or no prompt is
+    left."""
     reasons = ", ".join(f"{reason} {count}" for reason, count in stats["reasons"].items()) or "none"
     if not stats["rows"]:
         raise Refusal(f"data set {name} is empty: its source has no rows")
     if not stats["kept"] or stats["rejected"] / stats["rows"] > limit:
+        first = rejects[0]
         raise Refusal(
             f"data set {name}: {stats['rejected']} of {stats['rows']} rows rejected, more than prompts.max_reject_rate "
-            f"{limit} allows ({reasons}); set datasets.{name}.format or columns, or raise the limit")
+            f"{limit} allows ({reasons}; the first is row {first['row']}: {first['reason']} {first['detail']}); set "
+            f"datasets.{name}.format or columns, or raise the limit")
 
 
 def write(path: str | Path, prompts: Iterable[Prompt], rejects: list[dict], stats: dict) -> None:

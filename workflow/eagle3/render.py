@@ -53,7 +53,7 @@ class Renderer:
     def _ids(self, messages, tools, generation_prompt) -> list[int]:
         text = self._text(messages, tools, generation_prompt)
         # The template writes BOS itself, so nothing is added here.
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if not (isinstance(ids, list) and all(isinstance(i, int) for i in ids)):
             raise Refusal(f"the tokenizer returned {type(ids).__name__} instead of a flat list of ids")
         bos = self.tokenizer.bos_token_id

@@ -1,5 +1,6 @@
 """Where rows and weights come from: files inside packages, local files, the hub."""
 
+import codecs
 import contextlib
 import csv
 import fcntl
@@ -104,23 +105,29 @@ def rows(source: Source) -> Iterator[tuple[int, dict | Exception]]:
         yield from _hub_rows(source)
         return
     path = local_path(source)
-    name = path.name.removesuffix(".gz")
     if path.is_dir():
         raise Refusal(f"source path {path} is a folder; name one file")
-    if name.endswith(".parquet"):
-        yield from _parquet_rows(path)
-    elif name.endswith((".csv", ".tsv")):
-        with _open(path) as file:
-            text = io.TextIOWrapper(file, encoding="utf-8", newline="")
-            yield from enumerate(csv.DictReader(text, delimiter="\t" if name.endswith(".tsv") else ","))
-    elif name.endswith((".json", ".jsonl", ".ndjson")):
-        yield from _json_rows(path)
-    else:
-        raise Refusal(f"{path}: unknown kind of file; known are .jsonl, .json, .csv, .tsv and .parquet, also with .gz")
+    read = READERS.get(Path(path.name.removesuffix(".gz")).suffix)
+    if read is None:
+        raise Refusal(f"{path}: unknown kind of file; known are {', '.join(READERS)}, also with .gz")
+    try:
+        yield from read(path)
+    except (EOFError, OSError, ValueError, csv.Error) as error:  # cut off, damaged, or not what its name says
+        raise Refusal(f"{path} cannot be read as {''.join(path.suffixes[-2:])}: {error}") from None
 
 
 def _open(path: Path):
-    return gzip.open(path, "rb") if path.name.endswith(".gz") else open(path, "rb")
+    """The file's bytes, unpacked; a byte order mark, which some programs put before UTF-8, is skipped."""
+    file = io.BufferedReader(gzip.open(path, "rb")) if path.name.endswith(".gz") else open(path, "rb")
+    if file.peek(len(codecs.BOM_UTF8)).startswith(codecs.BOM_UTF8):
+        file.read(len(codecs.BOM_UTF8))
+    return file
+
+
+def _table_rows(path: Path) -> Iterator[tuple[int, dict]]:
+    csv.field_size_limit(1 << 30)  # an answer may be longer than the 128 KiB of csv's own limit
+    with io.TextIOWrapper(_open(path), encoding="utf-8", newline="") as text:
+        yield from enumerate(csv.DictReader(text, delimiter="\t" if ".tsv" in path.suffixes[-2:] else ","))
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, dict | Exception]]:
@@ -130,10 +137,7 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict | Exception]]:
         is_array = first.lstrip().startswith(b"[")
     if is_array:
         with _open(path) as file:
-            try:
-                yield from enumerate(json.loads(file.read().decode("utf-8")))
-            except ValueError as error:
-                raise Refusal(f"{path}: {error}") from None
+            yield from enumerate(json.loads(file.read().decode("utf-8")))
         return
     offset = index = 0
     with _open(path) as file:
@@ -155,6 +159,10 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict]]:
         for row in batch.to_pylist():
             yield index, row
             index += 1
+
+
+READERS = {".jsonl": _json_rows, ".ndjson": _json_rows, ".json": _json_rows, ".csv": _table_rows, ".tsv": _table_rows,
+           ".parquet": _parquet_rows}
 
 
 def _hub_rows(source: Source) -> Iterator[tuple[int, dict]]:

@@ -20,7 +20,7 @@ def build(arguments: argparse.Namespace) -> None:
             warm_server(arguments)
         renderer = Renderer(Target(arguments.target))
         kept, rejects, stats = prompts.select(sources.rows(dataset.source), dataset, limits, renderer)
-        prompts.refuse_if_too_many_rejected(name, stats, limits.max_reject_rate)
+        prompts.refuse_if_too_many_rejected(name, stats, rejects, limits.max_reject_rate)
         prompts.write(arguments.out, kept, rejects, {**stats, "template": probe(renderer)})
         reasons = ", ".join(f"{reason} {count}" for reason, count in stats["reasons"].items())
         stage.say(f"{stats['kept']} of {stats['usable']} usable prompts kept, {stats['rows']} rows read, "
