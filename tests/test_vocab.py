@@ -1,6 +1,7 @@
 """The draft vocabulary. Alone: python -m pytest tests/test_vocab.py"""
 
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -68,6 +69,6 @@ def test_only_supervised_tokens_count(in_tmp):
     records.write("r.parquet", made, Counter(tokens=5, supervised=3),
                   SimpleNamespace(min_supervised_share=0, max_supervised_share=1), greedy=True)
     script = load_script("vocab")
-    counts = script.count_supervised("r.parquet")
+    counts = script.count_supervised(Path("r.parquet"))
     assert counts == {"train": Counter({2: 1, 3: 1}), "validation": Counter({3: 1})}
     assert script.share(counts["train"], {3}) == 0.5 and script.share(Counter(), {3}) == 1.0

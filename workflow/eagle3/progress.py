@@ -2,6 +2,8 @@
 
 import sys
 import time
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 
 def duration(seconds: float) -> str:
@@ -17,10 +19,11 @@ def duration(seconds: float) -> str:
 class Progress:
     """`with Progress("generate alpaca", total=48, unit="rows") as bar: bar.add(1, tokens=128)`.
 
-    Rates are over this run, so work that was already done (`done=`) does not flatter them.
+    Rates are over this run, so work that was already done (`done=`) does not flatter them. Where `total` is None,
+    because nobody knows it, there is no bar and no time left.
     """
 
-    def __init__(self, label: str, total: int, unit: str, done: int = 0, every: float | None = None, stream=None):
+    def __init__(self, label: str, total: int | None, unit: str, done: int = 0, every: float | None = None, stream=None):
         self.label, self.total, self.unit = label, total, unit
         self.done = self.began_at = done
         self.stream = stream or sys.stderr
@@ -31,7 +34,8 @@ class Progress:
         self.notes: dict[str, str] = {}
 
     def __enter__(self):
-        self._draw()
+        if self.terminal:  # in a log, what is quickly done leaves one line
+            self._draw()
         return self
 
     def __exit__(self, kind, *_):
@@ -50,18 +54,30 @@ class Progress:
         self.last = now = time.monotonic()
         elapsed = max(now - self.start, 1e-9)
         rate = (self.done - self.began_at) / elapsed
-        share = self.done / self.total if self.total else 1.0
-        filled = int(20 * min(share, 1))
-        parts = [f"{self.done:,}/{self.total:,} {self.unit}"]
+        head = self.label
+        parts = [f"{self.done:,} {self.unit}"]
+        if self.total is not None:
+            share = self.done / self.total if self.total else 1.0
+            filled = int(20 * min(share, 1))
+            head += f" [{'█' * filled}{'·' * (20 - filled)}] {share:4.0%}"
+            parts = [f"{self.done:,}/{self.total:,} {self.unit}"]
         if rate:
             parts.append(f"{rate:,.1f} {self.unit}/s")
         parts += [f"{value / elapsed:,.0f} {name}/s" for name, value in self.sums.items()]
         parts += [f"{name} {value}" for name, value in self.notes.items()]
         if final:
             parts.append(f"took {duration(elapsed)}")
-        elif rate:
+        elif rate and self.total is not None:
             parts.append(f"{duration((self.total - self.done) / rate)} left")
-        line = f"{self.label} [{'█' * filled}{'·' * (20 - filled)}] {share:4.0%}  " + ", ".join(parts)
+        line = f"{head}  {', '.join(parts)}"
         end = "\n" if final or not self.terminal else ""
         self.stream.write(("\r\x1b[2K" if self.terminal else "") + line + end)
         self.stream.flush()
+
+
+def counted(items: Iterable, label: str, total: int | None, unit: str) -> Iterator[Any]:
+    """The items, with progress on the way."""
+    with Progress(label, total, unit) as bar:
+        for item in items:
+            yield item
+            bar.add()

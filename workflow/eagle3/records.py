@@ -116,6 +116,10 @@ def read(path: str | Path, split: str | None = None) -> Iterator[Record]:
                 yield Record(**row)
 
 
+def count(path: str | Path) -> int:
+    return parquet.ParquetFile(path).metadata.num_rows
+
+
 def metadata(path: str | Path) -> dict:
     """Counts of the file, and `greedy`: whether the target's likeliest tokens are what the records hold."""
     return json.loads(parquet.ParquetFile(path).metadata.metadata[b"eaglemake"])

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from eagle3 import prompts, sources
+from eagle3.progress import counted
 from eagle3.render import Renderer, probe
 from eagle3.stage import main, running
 from eagle3.target import Target
@@ -19,7 +20,8 @@ def build(arguments: argparse.Namespace) -> None:
         if stage.params.server.warm and dataset.answers == "generate":
             warm_server(arguments)
         renderer = Renderer(Target(arguments.target))
-        kept, rejects, stats = prompts.select(sources.rows(dataset.source), dataset, limits, renderer)
+        rows = counted(sources.rows(dataset.source), f"prepare {name}", sources.count(dataset.source), "rows")
+        kept, rejects, stats = prompts.select(rows, dataset, limits, renderer)
         prompts.refuse_if_too_many_rejected(name, stats, rejects, limits.max_reject_rate)
         prompts.write(arguments.out, kept, rejects, {**stats, "template": probe(renderer)})
         reasons = ", ".join(f"{reason} {count}" for reason, count in stats["reasons"].items())

@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 from eagle3 import records, responses
+from eagle3.progress import counted
 from eagle3.stage import main, running
 
 
@@ -13,7 +14,8 @@ def build(arguments: argparse.Namespace) -> None:
     with running(f"tokenize@{arguments.dataset}", arguments.params, [arguments.responses]) as stage:
         params, stats = stage.params.records, Counter()
         greedy = responses.fingerprint(arguments.responses).get("sampling", {}).get("temperature") == 0
-        made = records.build(responses.read(arguments.responses), params, stats)
+        rows = counted(responses.read(arguments.responses), f"tokenize {arguments.dataset}", None, "conversations")
+        made = records.build(rows, params, stats)
         records.write(arguments.out, made, stats, params, greedy)
         stage.say(f"{stats['records']} records, {stats['tokens']:,} tokens, "
                   f"{stats['supervised'] / stats['tokens']:.0%} supervised, {stats['cut']} cut, "

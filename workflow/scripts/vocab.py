@@ -8,6 +8,7 @@ from pathlib import Path
 from eagle3 import records, vocab
 from eagle3.errors import Refusal
 from eagle3.files import digest_file, write_json
+from eagle3.progress import counted
 from eagle3.stage import Stage, main, running
 from eagle3.target import Target
 
@@ -38,7 +39,7 @@ def build(arguments: argparse.Namespace) -> None:
 
 def count_supervised(path: Path) -> dict[str, Counter]:
     counts = {"train": Counter(), "validation": Counter()}
-    for record in records.read(path):
+    for record in counted(records.read(path), f"vocab {path.stem}", records.count(path), "records"):
         counts[record.split].update(i for i, kept in zip(record.input_ids, record.loss_mask) if kept)
     return counts
 
