@@ -8,7 +8,6 @@ import gzip
 import hashlib
 import io
 import json
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -201,8 +200,3 @@ def hub_snapshot(source: Source) -> Path:
         return Path(huggingface_hub.snapshot_download(source.hub, revision=source.revision))
     except Exception as error:
         raise Refusal(f"cannot fetch {source.hub} at {source.revision[:12]} from the hub: {error}") from None
-
-
-def copy_file(source: Path, destination: Path) -> None:
-    with replacing(destination) as temporary:
-        shutil.copyfile(source, temporary)
