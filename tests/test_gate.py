@@ -2,6 +2,8 @@
 
 import multiprocessing
 import os
+import subprocess
+import sys
 from collections import OrderedDict
 from pathlib import Path
 
@@ -58,6 +60,21 @@ def test_a_list_of_path_locks_that_a_kill_cut_off_is_removed(in_tmp, text, kept)
     path.write_text(text)
     gate.repair_rwlock()
     assert path.exists() == kept
+
+
+def test_an_input_edited_after_the_stages_last_look_at_it_fails_the_stage(in_tmp):
+    """DVC alone records the edited input beside the result of the one before."""
+    Path("input").write_text("before")
+    Path("dvc.yaml").write_text(
+        "stages:\n  made:\n    cmd: cat input > output && echo after > input\n    deps: [input]\n    outs: [output]\n")
+    subprocess.run([sys.executable, "-m", "dvc", "init", "-q", "--no-scm"], check=True)
+    gated = [sys.executable, "-m", "eagle3.gate", "made"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(gate.__file__).parents[1])}
+    first = subprocess.run(gated, env=environment, capture_output=True, text=True)
+    assert first.returncode == 1 and "input changed while stage made ran" in first.stderr
+    assert not Path("dvc.lock").exists() and not Path(".dvc/cache/runs").exists()
+    again = subprocess.run(gated, env=environment, capture_output=True, text=True)
+    assert again.returncode == 0 and Path("output").read_text() == "after\n", again.stderr
 
 
 def _hold(folder: str, held, release) -> None:

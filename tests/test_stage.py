@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -55,6 +56,14 @@ def test_an_input_or_the_code_changed_during_the_run_fails_the_stage(project, ed
     with pytest.raises(Refusal, match="changed while stage train ran, so its result would belong to neither version"):
         with running("train", "params.yaml", ["input"]):
             edit(project)
+
+
+def test_code_edited_while_it_was_imported_fails_the_stage_at_once(project, monkeypatch):
+    """The imports of a stage take seconds: what stands in the file then is not what was imported."""
+    monkeypatch.setitem(sys.modules, "_path", SimpleNamespace(BEGAN=time.time_ns() - 10**9))
+    with pytest.raises(Refusal, match="workflow/eagle3/helper.py, workflow/scripts/train.py changed while stage train ran"):
+        with running("train", "params.yaml", ["input"]):
+            raise AssertionError("the body ran")
 
 
 def test_code_that_comes_back_as_it_was_is_no_change(project):

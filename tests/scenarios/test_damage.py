@@ -128,14 +128,15 @@ def test_killed_dvc_leaves_no_stage(copy):
 def test_a_failing_stage_fails_the_build_and_keeps_its_message(copy):
     """Through the pipe to the log as well. Catalogue G01, G05: nothing half is left under a final name."""
     project = copy("project")
+    before = (project / "params.yaml").read_text()
     project.edit_params(vocab__size=12, vocab__min_coverage=1.0)
     said = project.snakemake(check=False)
-    assert "lower" in said or "raise vocab.size" in said or "vocab.size" in said
+    assert "vocab.size" in said
     assert "vocab.size" in (project / "logs/vocab.log").read_text()
     assert not (project / "data/vocab/draft_vocab.safetensors").exists()
     assert project.ran() == ["vocab"]
     assert {"vocab", "train", "bench"} == project.planned()
-    project.edit_params(vocab__size=300, vocab__min_coverage=0.9)
+    (project / "params.yaml").write_text(before)
     project.snakemake()
     assert project.ran() == [], "restored from the run cache"
 
@@ -191,8 +192,8 @@ def test_a_lock_file_that_a_kill_cut_off(copy):
     lock = project / "dvc.lock"
     text = lock.read_text()
     lock.write_text(text[: text.index("    md5: ") + 9])
-    said = project.snakemake("-n", "bench", check=False)
-    assert "dvc.lock is cut off" in said or project.stale(), said
+    refused = project.snakemake("-n", "bench", check=False)
+    assert "dvc.lock is cut off" in refused and "`rm dvc.lock`" in refused, refused
     lock.unlink()
     project.snakemake()
     assert project.ran() == []
@@ -203,7 +204,7 @@ def test_a_lock_file_that_a_kill_cut_off(copy):
 def test_merge_conflict_in_the_lock_file(copy):
     """Two branches change other stages; what to type is in docs/build.md. Catalogue H13."""
     project = copy("project")
-    for branch, edit in (("left", {"bench__max_new_tokens": 6}), ("right", {"bench__max_prompts": 1})):
+    for branch, edit in (("left", {"bench__steps": 1}), ("right", {"bench__max_difference": 0.6})):
         project.git("checkout", "-q", "main")
         project.git("checkout", "-q", "-b", branch)
         project.dvc("checkout")
@@ -213,7 +214,8 @@ def test_merge_conflict_in_the_lock_file(copy):
     project.ran()
     done = subprocess.run(["git", "merge", "left"], cwd=project.folder, capture_output=True, text=True)
     assert done.returncode != 0 and "CONFLICT" in done.stdout
-    assert "dvc.lock has merge conflicts; `git checkout --ours dvc.lock`" in project.snakemake("-n", "bench", check=False)
+    refused = project.snakemake("-n", "bench", check=False)
+    assert "dvc.lock has merge conflicts; `git checkout --ours dvc.lock`" in refused, refused
     project.git("checkout", "--ours", "dvc.lock")
     assert "<<<<" not in (project / "params.yaml").read_text()
     project.dvc("checkout", check=False)

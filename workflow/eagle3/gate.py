@@ -1,9 +1,9 @@
 """python -m eagle3.gate STAGE: brings one stage up to date through DVC; the shell of every rule.
 
-It is `dvc --wait-for-lock repro --single-item STAGE`, with `--pull` where a remote is configured, with five differences:
+It is `dvc --wait-for-lock repro --single-item STAGE`, with `--pull` where a remote is configured, with six differences:
 dvc.lock is replaced by rename (DVC writes over it, and a kill then cuts it off); a remote that cannot be reached is a
-warning; the remote is asked about this stage alone; outputs are linked into the cache, not copied; and a cached file
-that was written through its link is not trusted.
+warning; the remote is asked about this stage alone; outputs are linked into the cache, not copied; a cached file
+that was written through its link is not trusted; and inputs are recorded as they were when the stage began.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import dvc.dvcfile
 import dvc.output
+import dvc.stage.run
 from dvc.exceptions import DvcException
 from dvc.lock import LockError
 from dvc.repo import Repo, lock_repo
@@ -74,11 +75,30 @@ def _linking(*args, **kwargs):
     return _transfer(*args, **{**kwargs, "hardlink": True})
 
 
+_run_command = dvc.stage.run.cmd_run
+
+
+def _holding_to_its_inputs(stage, **kwargs) -> None:
+    """Stands in for DVC's run of a stage's command. DVC records inputs as they are when the command has ended, so one
+    edited after the stage's own last look at it would be recorded beside a result that it had no part in."""
+    used = {dep.def_path: dep.hash_info for dep in stage.deps}
+    _run_command(stage, **kwargs)
+
+    def save_deps(**kwargs) -> None:
+        type(stage).save_deps(stage, **kwargs)
+        if changed := [dep.def_path for dep in stage.deps if dep.hash_info != used[dep.def_path]]:
+            raise DvcException(f"{', '.join(changed[:5])} changed while stage {stage.addressing} ran, so its result would "
+                               "belong to neither version; run the same command again")
+
+    stage.save_deps = save_deps
+
+
 def bring_up_to_date(name: str) -> None:
     """Raises DvcException if the stage fails."""
     repair_rwlock()
     dvc.dvcfile.modify_yaml = replacing_yaml
     dvc.output.otransfer = _linking
+    dvc.stage.run.cmd_run = _holding_to_its_inputs
     with Repo(_wait_for_lock=True) as repo:
         with lock_repo(repo):
             stage = repo.stage.collect(name)[0]

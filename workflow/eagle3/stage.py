@@ -46,23 +46,27 @@ def running(name: str, params_path: str | Path, inputs: list[str | Path]) -> Ite
     The second would let DVC record an output beside inputs that did not make it.
     """
     watch_ancestors()
+    files = [Path(params_path), *map(Path, inputs)]
+    code = code_files(name)
+    before = _stamps(files) | _contents(code)
+    _refuse_changed(name, [file for file in code if os.stat(file).st_ctime_ns > _began()])
     stage = Stage(name, params_path)
     with exclusive(stage.work, f"stage {name}"):
         with open(WORK / STARTED, "a") as log:
             log.write(f"{time.time():.0f} {os.getpid()} {name}\n")
-        inputs = [Path(params_path), *map(Path, inputs)]
-        code = code_files(name)
-        before = _stamps(inputs) | _contents(code)
         started = time.monotonic()
         yield stage
-        after = _stamps(inputs) | _contents(code)
+        after = _stamps(files) | _contents(code)
         changed = sorted(str(path) for path in before.keys() | after.keys() if before.get(path) != after.get(path))
-        if changed and not (changed == [str(params_path)] and _same_slices(stage, params_path)):
-            raise Refusal(
-                f"{', '.join(changed[:5])} changed while stage {name} ran, so its result would belong to neither "
-                "version; run the same command again"
-            )
+        if changed != [str(params_path)] or not _same_slices(stage, params_path):
+            _refuse_changed(name, changed)
         stage.say(f"done in {duration(time.monotonic() - started)}")
+
+
+def _refuse_changed(name: str, files: list[str]) -> None:
+    if files:
+        raise Refusal(f"{', '.join(files[:5])} changed while stage {name} ran, so its result would belong to neither version; "
+                      "run the same command again")
 
 
 def _stamps(paths: list[Path]) -> dict[Path, tuple]:
@@ -76,6 +80,11 @@ def _stamps(paths: list[Path]) -> dict[Path, tuple]:
             stat = file.stat()
             stamps[file] = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
     return stamps
+
+
+def _began() -> int:
+    """When this script began to import its code; the imports take seconds, in which a file may be edited."""
+    return getattr(sys.modules.get("_path"), "BEGAN", time.time_ns())
 
 
 def _contents(files: list[str]) -> dict[Path, bytes]:
