@@ -9,10 +9,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+from eagle3 import links
 from eagle3.bridge import TOUCHING, say
 from eagle3.keys import mark_stale
 
@@ -29,7 +28,7 @@ def run(rules) -> bool:
 
     try:
         with Repo() as repo, lock_repo(repo):
-            status, graph = without_dangling(repo.status), repo.index.graph
+            status, graph = links.without_dangling(repo.status), repo.index.graph
     except LockError:
         say("dvc is busy in this folder; what it has finished is shown when it ends")
         return False
@@ -44,21 +43,6 @@ def run(rules) -> bool:
     if len(stale) > SHOWN:
         say(f"and {len(stale) - SHOWN} more stages")
     return _touch(first_outputs(rules, clean))
-
-
-def without_dangling(ask: Callable[[], Any]) -> Any:
-    """The answer of a question to DVC about files in data/, asked again without the links that lead nowhere.
-
-    DVC deletes a file of its cache that it finds damaged (an output edited through its link), and then fails on the link.
-    """
-    try:
-        return ask()
-    except FileNotFoundError:
-        for path in Path("data").rglob("*"):
-            if path.is_symlink() and not path.exists():
-                say(f"{path}: its file in the cache was damaged and is gone; the build makes it again")
-                path.unlink()
-        return ask()
 
 
 def sort_out(status: dict, graph) -> tuple[list[str], list[str]]:

@@ -1,0 +1,82 @@
+"""How the gate has DVC record a stage: dvc.lock by rename, inputs as they were at the start, outputs linked, not copied."""
+
+import contextlib
+import os
+from pathlib import Path
+
+import dvc.dvcfile
+import dvc.output
+import dvc.stage.run
+from dvc.exceptions import DvcException
+
+
+def install() -> None:
+    """Puts the parts below in the place of DVC's own."""
+    dvc.dvcfile.modify_yaml = replacing_yaml
+    dvc.output.otransfer = _linking
+    dvc.stage.run.cmd_run = _holding_to_its_inputs
+
+
+@contextlib.contextmanager
+def replacing_yaml(path, fs=None):
+    """Stands in for DVC's `modify_yaml`: yields the content of dvc.lock, and replaces the file by rename.
+
+    Only stages that were set are written anew, by DVC's own writer: for all of them it takes seconds.
+    """
+    from dvc.utils.serialize import dumps_yaml, load_yaml
+
+    content = load_yaml(path) if os.path.exists(path) else {}
+    before = dict(content.get("stages", {}))
+    yield content
+    stages = content.pop("stages", {})
+    blocks = _blocks(Path(path).read_text(encoding="utf-8") if before else "")
+    for name, stage in stages.items():
+        if stage is not before.get(name):
+            blocks[name] = dumps_yaml({"stages": {name: stage}}).removeprefix("stages:\n")
+    temporary = f"{path}.{os.getpid()}.tmp"
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(dumps_yaml(content) + "stages:\n" + "".join(blocks.values()))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _blocks(text: str) -> dict[str, str]:
+    """The text of each stage of a dvc.lock, by its name: what stands under `stages:` from one name to the next."""
+    found: dict[str, str] = {}
+    name = None
+    for line in text.partition("\nstages:\n")[2].splitlines(keepends=True):
+        if line.startswith("  ") and line[2] not in " -" and line.rstrip().endswith(":"):
+            name = line.strip()[:-1].strip("'\"")
+            found[name] = ""
+        elif not line.startswith(" "):
+            break
+        found[name] += line
+    return found
+
+
+_transfer = dvc.output.otransfer
+
+
+def _linking(*args, **kwargs):
+    """Stands in for DVC's transfer of an output to its cache, which would copy it: the file gets its second name there,
+    and DVC then puts a symbolic link in the place of the first."""
+    return _transfer(*args, **{**kwargs, "hardlink": True})
+
+
+_run_command = dvc.stage.run.cmd_run
+
+
+def _holding_to_its_inputs(stage, **kwargs) -> None:
+    """Stands in for DVC's run of a stage's command. DVC records inputs as they are when the command has ended, so one
+    edited after the stage's own last look at it would be recorded beside a result that it had no part in."""
+    used = {dep.def_path: dep.hash_info for dep in stage.deps}
+    _run_command(stage, **kwargs)
+
+    def save_deps(**kwargs) -> None:
+        type(stage).save_deps(stage, **kwargs)
+        if changed := [dep.def_path for dep in stage.deps if dep.hash_info != used[dep.def_path]]:
+            raise DvcException(f"{', '.join(changed[:5])} changed while stage {stage.addressing} ran, so its result would "
+                               "belong to neither version; run the same command again")
+
+    stage.save_deps = save_deps
