@@ -90,6 +90,18 @@ def test_a_params_file_broken_during_the_run_fails_the_stage(project):
             (project / "params.yaml").write_text("a: [")
 
 
+def test_what_is_left_of_other_data_sets_goes_first_and_is_no_change(project, capsys):
+    (project / "records").mkdir()
+    for name in ("one", "old"):
+        (project / f"records/{name}.parquet").write_text("")
+    with running("train", "params.yaml", ["records"]):
+        assert not Path("records/old.parquet").exists()
+    assert "train: removed records/old.parquet" in capsys.readouterr().err
+    with pytest.raises(Refusal, match="records/one.parquet changed"):
+        with running("train", "params.yaml", ["records"]):
+            Path("records/one.parquet").unlink()
+
+
 def script(body: str) -> list[str]:
     return [sys.executable, "-c", "import argparse, time\nfrom eagle3.errors import Refusal\n"
             f"from eagle3.stage import main\ndef body(arguments):\n    {body}\nmain(argparse.ArgumentParser(), body)\n"]

@@ -91,7 +91,7 @@ class Project:
 def template(tmp_path_factory) -> Path:
     """Built through Snakemake, committed in git. The other tests have copies."""
     folder = tiny.make_project(tmp_path_factory.mktemp("template") / "project", {"one": (12, "generate")})
-    (folder / ".dvc/config.local").write_text("[core]\n    site_cache_dir = site\n")
+    own_site_cache(folder)
     project = Project(folder)
     project.edit_params(records__validation_share=0.5)
     project.git("commit", "-qam", "more held out")
@@ -124,21 +124,27 @@ def pair(copy) -> tuple[Project, Project]:
 
 def duplicate(source: Path, target: Path) -> Path:
     """A copy with its own DVC cache, all times kept; links into the old cache lead into the new one."""
-    shutil.copytree(source, target, symlinks=True, ignore=shutil.ignore_patterns("site", "tmp", "__pycache__"))
+    shutil.copytree(source, target, symlinks=True, ignore=shutil.ignore_patterns("tmp", "__pycache__"))
     for path in (target / "data").rglob("*"):
         if path.is_symlink() and str(source) in os.readlink(path):
             stat, destination = path.lstat(), os.readlink(path).replace(str(source), str(target))
             path.unlink()
             path.symlink_to(destination)
             os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns), follow_symlinks=False)
+    own_site_cache(target)
     return target
+
+
+def own_site_cache(folder: Path) -> None:
+    """What DVC remembers of files it keeps beside the project, not in a folder that all users of the machine share."""
+    (folder / ".dvc/config.local").write_text(f"[core]\n    site_cache_dir = {folder}-site\n")
 
 
 def clone(project: Project, name: str, remote: str | None = None) -> Project:
     """`git clone` beside the project, as a colleague has it."""
     folder = project.folder.parent / name
     subprocess.run(["git", "clone", "-q", str(project.folder), str(folder)], check=True)
-    (folder / ".dvc/config.local").write_text("[core]\n    site_cache_dir = site\n")
+    own_site_cache(folder)
     other = Project(folder)
     if remote:
         other.dvc("remote", "add", "--local", "-d", "store", remote)

@@ -11,6 +11,8 @@ import os
 import sys
 from pathlib import Path
 
+from eagle3 import orphans
+
 KEYS, KNOWN = Path(".build/keys"), Path(".build/bridge.json")
 SEEN, RUNNING = Path(".snakemake/eaglemake.seen"), Path(".build/running")
 TOUCHING = "EAGLEMAKE_TOUCHING"  # set in the Snakemake that sync.py starts, which must not sync in turn
@@ -48,8 +50,11 @@ class Bridge:
                 _write(SEEN, self.stamp + _fingerprint())
 
     def starting(self) -> None:
-        """A build begins: leaves this process's name, so that a lock can be told from what a kill left behind."""
+        """A build begins: leaves this process's name, so that a lock can be told from what a kill left behind, and clears
+        away what is left of other data sets, before DVC looks at the folders that they lie in."""
         _write(RUNNING, _identity(os.getpid()))
+        for path in orphans.remove(Path("data").glob("*") if self.is_main else (), self.datasets):
+            say(f"removed {path}: params.yaml no longer has this data set")
 
     def remember(self) -> None:
         """A build ended well: Snakemake knows the present state. After a failure it asks DVC the next time."""

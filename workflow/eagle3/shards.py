@@ -315,11 +315,6 @@ def refuse_unless_fitting(folder: str | Path, manifest: dict[str, Any], expected
                           f"`dvc repro extract@{Path(folder).name}` makes it so")
 
 
-def names(folder: str | Path) -> list[str]:
-    """Data sets that have finished states in `folder`."""
-    return sorted(path.parent.name for path in Path(folder).glob(f"*/{MANIFEST}"))
-
-
 def link(source: Path, destination: Path) -> None:
     """The same file under another name; copied only where the two lie on different file systems."""
     destination.unlink(missing_ok=True)
@@ -329,5 +324,5 @@ def link(source: Path, destination: Path) -> None:
         shutil.copyfile(source, destination)
 
 
-__all__ = ["DTYPES", "ShardSet", "ShardWriter", "bytes_per_token", "damaged", "link", "names", "plan", "read_manifest",
+__all__ = ["DTYPES", "ShardSet", "ShardWriter", "bytes_per_token", "damaged", "link", "plan", "read_manifest",
            "shard_key", "write_manifest"]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from eagle3 import orphans
 from eagle3 import params as parameters
 from eagle3.code import code_files
 from eagle3.errors import Refusal
@@ -46,6 +47,8 @@ def running(name: str, params_path: str | Path, inputs: list[str | Path]) -> Ite
     The second would let DVC record an output beside inputs that did not make it.
     """
     watch_ancestors()
+    for path in orphans.remove(inputs, parameters.load(params_path).datasets):
+        print(f"{name}: removed {path}: params.yaml no longer has this data set", file=sys.stderr, flush=True)
     files = [Path(params_path), *map(Path, inputs)]
     code = code_files(name)
     before = _stamps(files) | _contents(code)

@@ -32,7 +32,6 @@ def build(arguments: argparse.Namespace) -> None:
         train(Stage("train", arguments.params), arguments)
         return
     with running("train", arguments.params, [arguments.target, arguments.vocab, arguments.hidden_states]) as stage:
-        remove_orphans(stage, arguments.hidden_states, dataset_names(arguments))
         processes = stage.params.runtime.processes
         if processes > 1:
             parallel.launch(__file__, sys.argv[1:], processes)
@@ -121,13 +120,6 @@ def write(out: Path, done: Progressed, config: dict, identity: dict, made_with: 
             rows = csv.DictWriter(file, list(done.history[0]), lineterminator="\n")
             rows.writeheader()
             rows.writerows(done.history)
-
-
-def remove_orphans(stage: Stage, folder: Path, names: list[str]) -> None:
-    """Removes states of data sets that the draft vocabulary was not made from: they left params.yaml."""
-    for name in set(shards.names(folder)) - set(names):
-        shutil.rmtree(folder / name)
-        stage.say(f"removed {folder / name}: {name} is no longer in params.yaml")
 
 
 if __name__ == "__main__":

@@ -9,14 +9,13 @@ from eagle3 import records, vocab
 from eagle3.errors import Refusal
 from eagle3.files import digest_file, write_json
 from eagle3.progress import counted
-from eagle3.stage import Stage, main, running
+from eagle3.stage import main, running
 from eagle3.target import Target
 
 
 def build(arguments: argparse.Namespace) -> None:
-    with running("vocab", arguments.params, [arguments.target]) as stage:
+    with running("vocab", arguments.params, [arguments.target, arguments.records]) as stage:
         names = sorted(stage.params.datasets)
-        remove_orphans(stage, arguments.records, names)
         target, size = Target(arguments.target), stage.params.vocab.size
         counts = {name: count_supervised(arguments.records / f"{name}.parquet") for name in names}
         train = sum((c["train"] for c in counts.values()), Counter())
@@ -48,16 +47,6 @@ def share(counts: Counter, chosen: set[int]) -> float:
     """Share of occurrences that the draft vocabulary covers; 1 where nothing was counted."""
     total = sum(counts.values())
     return sum(n for i, n in counts.items() if i in chosen) / total if total else 1.0
-
-
-def remove_orphans(stage: Stage, folder: Path, names: list[str]) -> None:
-    """Removes records of data sets that params.yaml no longer has: the folder as a whole is what DVC hashes.
-
-    Their content stays in DVC's cache, and comes back with the data set.
-    """
-    for name in set(records.names(folder)) - set(names):
-        (folder / f"{name}.parquet").unlink()
-        stage.say(f"removed {folder / name}.parquet: {name} is no longer in params.yaml")
 
 
 if __name__ == "__main__":
