@@ -37,11 +37,11 @@ doctor: $(VENV)/ready
 test: $(VENV)/ready-test
 	python -m pytest -q tests
 
-# The whole Kimi recipe on a tiny model of its architecture; minutes.
-# Whole builds in every situation of docs/build.md; about an hour on two cores.
+# Whole builds in every situation of docs/build.md; `make test` has the quick ones.
 test-scenarios: $(VENV)/ready-test
 	EAGLEMAKE_SCENARIOS=1 python -m pytest -q tests/scenarios
 
+# The whole Kimi recipe on a tiny model of its architecture; minutes.
 test-recipe: $(VENV)/ready-test
 	EAGLEMAKE_RECIPE=1 python -m pytest -q tests/test_kimi_recipe.py
 

@@ -10,8 +10,6 @@ import tiny
 from eagle3.stage import SPINS
 
 os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # before torch is loaded, as in the stages
-# Dozens of whole builds: `make test-scenarios`.
-collect_ignore = [] if "EAGLEMAKE_SCENARIOS" in os.environ else ["scenarios"]
 SCRIPTS = Path(__file__).resolve().parents[1] / "workflow" / "scripts"
 
 

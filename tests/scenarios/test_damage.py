@@ -52,7 +52,7 @@ def assert_all_end(project: Project, timeout: float = 60) -> None:
     assert processes_in(project) == []
 
 
-@pytest.mark.parametrize("how", ["replaced", "written through the link", "deleted"])
+@pytest.mark.parametrize("how", ["replaced", pytest.param("written through the link", marks=pytest.mark.quick), "deleted"])
 def test_12_an_output_edited_by_hand_is_restored(copy, how):
     """From the cache, by either tool; not computed, and never taken for the result. Catalogue H08."""
     def check(project, tool):

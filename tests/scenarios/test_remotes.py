@@ -26,6 +26,7 @@ def pushed(copy, tmp_path):
     return project, store
 
 
+@pytest.mark.quick
 def test_02_03_clone_pull_and_edit(pushed):
     """A clone has none of Snakemake's records and arbitrary times. Catalogue G02, G14, G16, H11."""
     colleague = clone(pushed[0], "colleague", pushed[1])
