@@ -23,18 +23,17 @@ def bring_up_to_date(name: str) -> None:
     """Raises DvcException if the stage fails."""
     repair_rwlock()
     recording.install()
-    with Repo(_wait_for_lock=True) as repo:
-        with lock_repo(repo):
-            stage = repo.stage.collect(name)[0]
-            changed = links.without_dangling(stage.changed)
-            if changed:
-                links.drop_damaged(repo, stage)
-        if not changed:
+    with Repo(_wait_for_lock=True) as repo, lock_repo(repo):
+        stage = repo.stage.collect(name)[0]
+        if not links.without_dangling(stage.changed):
             print(f"{name}: unchanged", flush=True)
             return
+        links.drop_damaged(repo, stage)
         if repo.config["core"].get("remote") and remote.reachable():
             remote.fetch(repo, name)
-        repo.reproduce([name], single_item=True)
+        # What Repo.reproduce does with it; that would read dvc.yaml and dvc.lock once more.
+        if stage.reproduce():
+            stage.dump(update_pipeline=False)
 
 
 def repair_rwlock() -> None:

@@ -19,20 +19,17 @@ def install() -> None:
 
 @contextlib.contextmanager
 def replacing_yaml(path, fs=None):
-    """Stands in for DVC's `modify_yaml`: yields the content of dvc.lock, and replaces the file by rename.
+    """Stands in for DVC's `modify_yaml`: takes what is set for some stages of dvc.lock, and replaces the file by rename.
 
-    Only stages that were set are written anew, by DVC's own writer: for all of them it takes seconds.
+    Only their text is written anew, by DVC's own writer, and none is read: for all stages that takes seconds.
     """
-    from dvc.utils.serialize import dumps_yaml, load_yaml
+    from dvc.utils.serialize import dumps_yaml
 
-    content = load_yaml(path) if os.path.exists(path) else {}
-    before = dict(content.get("stages", {}))
+    content = {"schema": "2.0", "stages": {}}
     yield content
-    stages = content.pop("stages", {})
-    blocks = _blocks(Path(path).read_text(encoding="utf-8") if before else "")
-    for name, stage in stages.items():
-        if stage is not before.get(name):
-            blocks[name] = dumps_yaml({"stages": {name: stage}}).removeprefix("stages:\n")
+    blocks = _blocks(Path(path).read_text(encoding="utf-8") if os.path.exists(path) else "")
+    for name, stage in content.pop("stages").items():
+        blocks[name] = dumps_yaml({"stages": {name: stage}}).removeprefix("stages:\n")
     temporary = f"{path}.{os.getpid()}.tmp"
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(dumps_yaml(content) + "stages:\n" + "".join(blocks.values()))
