@@ -1,6 +1,6 @@
 """kill -9 at random moments. Alone: python -m pytest tests/scenarios/test_kills.py
 
-50 kills; EAGLEMAKE_KILLS sets another number, EAGLEMAKE_SEED repeats a run. Every fourth hits a whole build, through
+50 kills, 8 of them in `make test`; EAGLEMAKE_KILLS sets another number, EAGLEMAKE_SEED repeats a run. Every fourth hits a whole build, through
 Snakemake and through DVC in turn; the others one quick stage, whose start, hashing, commit and recording are then as
 likely to be hit as its work.
 """
@@ -22,12 +22,13 @@ from safetensors import safe_open
 from scenarios.conftest import Project, at_once
 from scenarios.test_damage import assert_all_end
 
-KILLS = int(os.environ.get("EAGLEMAKE_KILLS", "50"))
+KILLS = int(os.environ.get("EAGLEMAKE_KILLS", "50" if "EAGLEMAKE_SCENARIOS" in os.environ else "8"))
 SEED = int(os.environ.get("EAGLEMAKE_SEED", time.time_ns() % 10**6))
 EDIT = {"datasets__one__max_samples": 8, "generate__sampling__temperature": 0.5}
 
 
-@pytest.mark.timeout(120 + 30 * KILLS)
+@pytest.mark.quick
+@pytest.mark.timeout(1200 + 30 * KILLS)
 def test_killed_at_random_the_build_ends_as_if_undisturbed(copy, monkeypatch):
     """Catalogue G01, G07, H22."""
     print(f"EAGLEMAKE_SEED={SEED}")
