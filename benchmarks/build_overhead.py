@@ -61,6 +61,7 @@ def best(repeat: int, *command: str, folder: Path, before=None) -> float:
 
 def make_project(folder: Path, datasets: int) -> Path:
     """The project with `datasets` data sets and stages that only create their outputs, built."""
+    folder.mkdir(exist_ok=True)
     for name in ("workflow", "profiles"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("Snakefile", "dvc.yaml", ".dvcignore"):

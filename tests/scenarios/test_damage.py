@@ -6,7 +6,9 @@ import subprocess
 import sys
 import time
 
+import build_overhead
 import pytest
+import tiny
 
 from scenarios.conftest import Project, at_once
 
@@ -186,6 +188,16 @@ def test_13_two_builds_at_once(copy):
     project.assert_fresh()
 
 
+def test_parallel_data_sets_never_fail_on_dvcs_lock(tmp_path):
+    """Eight gates at once, of stages that take no time of their own: each of them wants DVC's lock at any moment."""
+    folder = build_overhead.make_project(tmp_path / "project", 6)
+    files = [f"data/records/set{i}.parquet" for i in range(6)]
+    said = tiny.run(folder, "snakemake", "--cores", "8", *files).stdout
+    assert "19 of 19 steps (100%) done" in said and all((folder / file).exists() for file in files)
+    stages = tiny.run(folder, "dvc", "status", *(f"tokenize@set{i}" for i in range(6))).stdout
+    assert "up to date" in stages, "every one of them is in dvc.lock"
+
+
 def test_a_lock_file_that_a_kill_cut_off(copy):
     """DVC writes over dvc.lock: what a kill in that moment leaves is refused with the way out, and costs nothing."""
     project = copy("project")
@@ -194,6 +206,7 @@ def test_a_lock_file_that_a_kill_cut_off(copy):
     lock.write_text(text[: text.index("    md5: ") + 9])
     refused = project.snakemake("-n", "bench", check=False)
     assert "dvc.lock is cut off" in refused and "`rm dvc.lock`" in refused, refused
+    assert "dvc.lock" in project.dvc("status", check=False)
     lock.unlink()
     project.snakemake()
     assert project.ran() == []

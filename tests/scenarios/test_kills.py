@@ -1,8 +1,8 @@
 """kill -9 at random moments. Alone: python -m pytest tests/scenarios/test_kills.py
 
-50 kills, 8 of them in `make test`; EAGLEMAKE_KILLS sets another number, EAGLEMAKE_SEED repeats a run. Every fourth hits a whole build, through
-Snakemake and through DVC in turn; the others one quick stage, whose start, hashing, commit and recording are then as
-likely to be hit as its work.
+50 kills, 8 of them in `make test`; EAGLEMAKE_KILLS sets another number, EAGLEMAKE_SEED repeats a run. Every fourth hits a
+whole build, through Snakemake and through DVC in turn; the others one quick stage, whose start, hashing, commit and
+recording are then as likely to be hit as its work.
 """
 
 import json
