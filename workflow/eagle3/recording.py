@@ -25,29 +25,29 @@ def replacing_yaml(path, fs=None):
     """
     from dvc.utils.serialize import dumps_yaml
 
-    content = {"schema": "2.0", "stages": {}}
+    content: dict = {"schema": "2.0", "stages": {}}
     yield content
-    blocks = _blocks(Path(path).read_text(encoding="utf-8") if os.path.exists(path) else "")
-    for name, stage in content.pop("stages").items():
+    text = Path(path).read_text(encoding="utf-8") if os.path.exists(path) else "schema: '2.0'\n"
+    head, _, body = text.partition("stages:\n")
+    blocks = _blocks(body)
+    for name, stage in content["stages"].items():
         blocks[name] = dumps_yaml({"stages": {name: stage}}).removeprefix("stages:\n")
     temporary = f"{path}.{os.getpid()}.tmp"
     with open(temporary, "w", encoding="utf-8") as file:
-        file.write(dumps_yaml(content) + "stages:\n" + "".join(blocks.values()))
+        file.write(head + "stages:\n" + "".join(blocks.values()))
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
 
 
-def _blocks(text: str) -> dict[str, str]:
+def _blocks(body: str) -> dict[str, str]:
     """The text of each stage of a dvc.lock, by its name: what stands under `stages:` from one name to the next."""
     found: dict[str, str] = {}
     name = None
-    for line in text.partition("\nstages:\n")[2].splitlines(keepends=True):
+    for line in body.splitlines(keepends=True):
         if line.startswith("  ") and line[2] not in " -" and line.rstrip().endswith(":"):
             name = line.strip()[:-1].strip("'\"")
             found[name] = ""
-        elif not line.startswith(" "):
-            break
         found[name] += line
     return found
 
