@@ -136,7 +136,8 @@ def test_a_key_file_is_written_only_when_its_slice_changes(in_tmp):
 
 @pytest.mark.parametrize("text, said", [
     ("schema: '2.0'\nstages:\n<<<<<<< HEAD\n  a: 1\n=======\n", "git checkout --ours dvc.lock"),
-    ("schema: '2.0'\nstages:\n  train:\n    cmd: [", "rm dvc.lock")])
+    ("schema: '2.0'\nstages:\n  train:\n    cmd: [\n", "rm dvc.lock"),
+    ("schema: '2.0'\nstages:\n  train:\n    cmd: python work", "rm dvc.lock"), ("", "rm dvc.lock")])
 def test_a_broken_lock_file_is_refused_with_the_way_out(in_tmp, text, said):
     Path("dvc.lock").write_text(text)
     with pytest.raises(Refusal, match=said):

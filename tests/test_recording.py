@@ -43,6 +43,14 @@ def test_the_lock_file_is_written_as_dvc_writes_it(tmp_path):
         assert (tmp_path / "gate").read_text() == (tmp_path / "dvc").read_text()
 
 
+def test_a_line_that_was_cut_off_is_not_carried_on(tmp_path):
+    path = tmp_path / "dvc.lock"
+    path.write_text("schema: '2.0'\nstages:\n  target:\n    cmd: a\n    deps: x")
+    with replacing_yaml(str(path)) as content:
+        content["stages"]["train"] = {"cmd": "b"}
+    assert path.read_text() == "schema: '2.0'\nstages:\n  target:\n    cmd: a\n  train:\n    cmd: b\n"
+
+
 def test_a_failure_leaves_the_lock_file_as_it_was(tmp_path):
     path = tmp_path / "dvc.lock"
     path.write_text("schema: '2.0'\n")

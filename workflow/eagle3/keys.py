@@ -52,10 +52,13 @@ def read_lock() -> dict[str, dict]:
     path = Path("dvc.lock")
     if not path.exists():
         return {}
-    if any(line.startswith("<<<<<<< ") for line in path.read_text(errors="replace").splitlines()):
+    text = path.read_text(errors="replace")
+    if any(line.startswith("<<<<<<< ") for line in text.splitlines()):
         raise Refusal("dvc.lock has merge conflicts; `git checkout --ours dvc.lock` (or --theirs), then build: what the "
                       "other side had made comes back from the cache")
     try:
+        if not text.endswith("\n"):
+            raise Refusal("cut off in a line")
         return (parameters.read_yaml(path) or {}).get("stages", {})
     except (Refusal, AttributeError):
         raise Refusal("dvc.lock is cut off: dvc was killed while writing it; `rm dvc.lock`, then build: finished stages "

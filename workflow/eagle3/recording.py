@@ -44,11 +44,11 @@ def _blocks(body: str) -> dict[str, str]:
     """The text of each stage of a dvc.lock, by its name: what stands under `stages:` from one name to the next."""
     found: dict[str, str] = {}
     name = None
-    for line in body.splitlines(keepends=True):
-        if line.startswith("  ") and line[2] not in " -" and line.rstrip().endswith(":"):
+    for line in body.split("\n")[:-1]:  # what follows the last line end was cut off
+        if line.startswith("  ") and line[2:3] not in " -" and line.endswith(":"):
             name = line.strip()[:-1].strip("'\"")
             found[name] = ""
-        found[name] += line
+        found[name] += f"{line}\n"
     return found
 
 
