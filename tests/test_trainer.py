@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import serving
 import torch
 import training
 from eagle3.errors import Refusal
@@ -128,7 +129,7 @@ def test_curves_reach_the_trackers_without_a_network(data, in_tmp, monkeypatch):
     events.Reload()
     assert "loss" in events.Tags()["scalars"] and len(events.Scalars("loss")) >= 2
     [offline] = (in_tmp / "logs/trackers/wandb").glob("offline-run-*/*.wandb")
-    assert b"accept_length" in offline.read_bytes()
+    serving.wait_until(lambda: b"accept_length" in offline.read_bytes())  # a process of its own writes it
 
 
 def test_a_tracker_that_is_not_installed_is_refused_by_name(data, in_tmp, monkeypatch):

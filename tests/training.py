@@ -64,7 +64,8 @@ def write_shards(folder: Path, found: list[dict], validation: int = 2) -> Path:
 def make_trainer(folder: Path, data: Path, say=lambda text: None, start=None, runtime: dict | None = None, **params):
     """A trainer on shards in `data`, its checkpoints in `folder`."""
     drafter, head = make_drafter(spread=0.0)
-    settings = Train(**{"steps": 2, "epochs": 3, "batch_tokens": 24, "dtype": "float32", "lr": 1e-2, **params})
+    settings = Train(**{"steps": 2, "epochs": 3, "batch_tokens": 24, "dtype": "float32", "lr": 1e-2, "fc_steps": "by_size",
+                        **params})
     around = Runtime(**{"checkpoint_every": 1, "loader_threads": 1, **(runtime or {})})
     checkpoints = Checkpoints(folder, {"params": settings.model_dump()}, around.keep_checkpoints)
     return Trainer(drafter, head, ShardSet([data], "train", {}), ShardSet([data], "validation", {}), settings, around,

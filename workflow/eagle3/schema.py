@@ -179,6 +179,8 @@ class Train(Section):
     epochs: int = Field(10, ge=1, description="Passes over the records.")
     max_updates: int | None = Field(None, ge=1, description="Stop after this many optimizer updates.")
     lr: float = Field(1e-4, gt=0, description="Peak learning rate.")
+    fc_steps: Literal["even", "by_size"] = Field(
+        "even", description="by_size: the learning rate of a column of fc falls with the size of its channel's states.")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
         "cosine", description="Learning rate after the warm-up; wsd stays up and falls over the last fifth.")
     warmup_share: float = Field(0.015, ge=0, le=1, description="Share of updates with rising learning rate.")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from eagle3 import loader, metrics, parallel
+from eagle3 import even_steps, loader, metrics, parallel
 from eagle3.checkpoints import Checkpoints
 from eagle3.drafter import Drafter
 from eagle3.errors import Refusal
@@ -75,6 +75,8 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.weights.values(), lr=params.lr, betas=(0.9, 0.95),
                                            weight_decay=params.weight_decay, fused=self.device.type == "cuda")
         self.average = [p.detach().clone() for p in self.weights.values()] if params.ema else []
+        self.fc_factors = (even_steps.factors(train[i] for i in range(len(train))).to(self.device)
+                           if params.fc_steps == "by_size" else None)
         per_epoch = [len(self._epoch(epoch)) for epoch in range(params.epochs)]
         self.total = min(sum(per_epoch), params.max_updates or sum(per_epoch))
         self.every = params.validate_every or per_epoch[0]
@@ -167,7 +169,8 @@ class Trainer:
             shares += share.detach() / self.processes.world
             hits += hit
         torch.nn.utils.clip_grad_norm_(self.weights.values(), self.params.clip)
-        self.optimizer.step()
+        with even_steps.of(self.weights["fc.weight"], self.fc_factors):
+            self.optimizer.step()
         for mine, weight in zip(self.average, self.weights.values()):
             mine.lerp_(weight.detach(), 1 - self.params.ema)
         return self.processes.sum(shares), self.processes.sum(hits) / update.counts.clamp(min=1), rate
