@@ -29,9 +29,8 @@ def kimi_params(folder: Path, **edits):
     recipe = parameters.read_yaml(ROOT / "recipes/kimi-k2.5.yaml")
     recipe["target"]["source"]["path"] = str(folder / "model")
     for dataset in recipe["datasets"].values():
-        for key, value in {"path": "/nowhere.jsonl", "revision": "0" * 40}.items():
-            if dataset["source"].get(key) == "FILL-IN":
-                dataset["source"][key] = value
+        if dataset["source"].get("path") == "FILL-IN":
+            dataset["source"]["path"] = "/nowhere.jsonl"
     for section, keys in edits.items():
         recipe[section].update(keys)
     return parameters.check(recipe)

@@ -4,6 +4,7 @@
 """
 
 import json
+import re
 from pathlib import Path
 
 import kimi
@@ -17,18 +18,15 @@ from eagle3.schema import Dataset, Prompts, Source, Target
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = {path.stem: params.read_yaml(path) for path in sorted((ROOT / "recipes").glob("*.yaml"))}
 BLANKS = {
-    "kimi-k2.5": {"target.source": "path of this source", "datasets.A2_kimi_k25_2000x.source": "path of this source",
-                  "datasets.B7_tulu3_if.source": "revision of allenai/tulu-3-sft-personas-instruction-following",
-                  "datasets.B8_swe_smith.source": "revision of SWE-bench/SWE-smith-trajectories"},
+    "kimi-k2.5": {"target.source": "path of this source", "datasets.A2_kimi_k25_2000x.source": "path of this source"},
     "llama-3.1-8b": {}, "qwen3-8b": {}}
 
 
 def filled(content):
     """The recipe with something in every FILL-IN."""
     if isinstance(content, dict):
-        return {key: "0" * 40 if (key, value) == ("revision", "FILL-IN") else
-                "/somewhere" if (key, value) == ("path", "FILL-IN") else filled(value) for key, value in content.items()}
-    return content
+        return {key: filled(value) for key, value in content.items()}
+    return "/somewhere" if content == "FILL-IN" else content
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -48,6 +46,14 @@ def test_dvc_reads_a_recipe_as_we_do(name):
     from dvc.utils.serialize import load_yaml
 
     assert load_yaml(ROOT / "recipes" / f"{name}.yaml") == RECIPES[name]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_data_set_states_its_licence(name):
+    text = (ROOT / "recipes" / f"{name}.yaml").read_text()
+    for dataset in RECIPES[name]["datasets"]:
+        comment = re.search(rf"((?:^  # .*\n)+)  {dataset}:$", text, re.MULTILINE)
+        assert comment and re.search(r"Apache-2\.0|MIT|CC-BY-4\.0|ODC-BY|no licence", comment[1]), dataset
 
 
 def test_the_kimi_recipe_is_the_reference_case():
