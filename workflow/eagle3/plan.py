@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow.parquet as parquet
 
-from eagle3 import export, layers, shards, sources
+from eagle3 import disk, export, layers, shards, sources
 from eagle3.drafter import drafter_config
 from eagle3.errors import Refusal
 from eagle3.files import read_json, read_jsonl
@@ -133,16 +133,15 @@ def make(params: Params, rates: Rates, hidden_size: int | None = None, free: int
     stored = token_bytes[params.hidden_states.dtype]
     for one in sets:
         _cost(one, params, rates, stored)
-    copies = cache_copies()
+    copies = cache_copies(data)
     needed = sum(one.bytes_responses + one.bytes_states for one in sets)
     missing = sum((one.bytes_responses if "generate" not in one.done else 0)
                   + (one.bytes_states if "extract" not in one.done else 0) for one in sets) * copies
     free = shutil.disk_usage(data if data.exists() else ".").free if free is None else free
-    trained = sum(one.tokens for one in sets) * (1 - params.records.validation_share)
-    train_hours = trained * params.train.epochs / rates.train / 3600
-    if params.train.max_updates:
-        train_hours = min(train_hours, params.train.max_updates * params.train.batch_tokens / rates.train / 3600)
-    path = longest_path(sets, train_hours)
+    training = train_hours(sum(one.tokens for one in sets), params, rates)
+    path = longest_path(sets, training)
+    # What states may take: the free disk and what is written already, less the answers.
+    room = (free - params.runtime.reserve_bytes - missing) // copies + sum(one.bytes_states for one in sets)
     return {
         "datasets": [{**asdict(one), "tokens": one.tokens} for one in sets],
         "rates": asdict(rates),
@@ -152,14 +151,14 @@ def make(params: Params, rates: Rates, hidden_size: int | None = None, free: int
         "total": {"rows": sum(one.rows for one in sets), "prompt_tokens": sum(one.prompt_tokens for one in sets),
                   "answer_tokens": sum(one.answer_tokens for one in sets), "tokens": sum(one.tokens for one in sets),
                   "bytes": needed, "bytes_to_write": missing, "copies": copies,
-                  "hours_on_one_machine": sum(sum(one.hours.values()) for one in sets) + train_hours,
-                  "hours_train": train_hours},
+                  "hours_on_one_machine": sum(sum(one.hours.values()) for one in sets) + training,
+                  "hours_train": training},
         "disk": {"free": free, "reserved": params.runtime.reserve_bytes,
                  "enough": missing + params.runtime.reserve_bytes <= free,
                  "tokens_that_fit": {kind: free // each for kind, each in token_bytes.items()}},
         "memory": memory(params, config),
         "longest_path": path,
-        "what_if": what_if(sets, params, rates, token_bytes),
+        "what_if": what_if(sets, params, rates, token_bytes, room),
     }
 
 
@@ -226,23 +225,18 @@ def longest_path(sets: list[Estimate], train_hours: float) -> dict[str, Any]:
     return {"stages": stages, "hours": sum(stages.values())}
 
 
-def what_if(sets: list[Estimate], params: Params, rates: Rates, token_bytes: dict[str, int]) -> list[dict[str, Any]]:
-    """Bytes and hours under other settings."""
+def what_if(sets: list[Estimate], params: Params, rates: Rates, token_bytes: dict[str, int],
+            room: int) -> list[dict[str, Any]]:
+    """Bytes and hours under other settings, and whether `room` bytes hold the states."""
     tokens = sum(one.tokens for one in sets)
     halved = sum(one.prompt_tokens // 2 + one.answer_tokens // 2 for one in sets if one.rows > 1)
-    stored = token_bytes[params.hidden_states.dtype]
-    rows = [{"change": f"as it is: {params.hidden_states.dtype}, shards of {size(params.hidden_states.shard_bytes)}",
-             **_case(tokens, stored, params.hidden_states.shard_bytes, params, rates)},
-            {"change": "half of max_samples and token_budget",
-             **_case(halved, stored, params.hidden_states.shard_bytes, params, rates)}]
-    for kind in ("float8_e4m3fn", "bfloat16"):
-        if kind != params.hidden_states.dtype:
-            rows.append({"change": f"hidden_states.dtype: {kind}",
-                         **_case(tokens, token_bytes[kind], params.hidden_states.shard_bytes, params, rates)})
-    for shard_bytes in (params.hidden_states.shard_bytes // 4, params.hidden_states.shard_bytes * 4):
-        rows.append({"change": f"hidden_states.shard_bytes: {shard_bytes}",
-                     **_case(tokens, stored, shard_bytes, params, rates)})
-    return rows
+    dtype, shard = params.hidden_states.dtype, params.hidden_states.shard_bytes
+    cases = [(f"as it is: {dtype}, shards of {size(shard)}", tokens, dtype, shard),
+             ("half of max_samples and token_budget", halved, dtype, shard),
+             *((f"hidden_states.dtype: {kind}", tokens, kind, shard) for kind in ("float8_e4m3fn", "bfloat16") if kind != dtype),
+             *((f"hidden_states.shard_bytes: {other}", tokens, dtype, other) for other in (shard // 4, shard * 4))]
+    return [{"change": change, **_case(count, token_bytes[kind], each, params, rates),
+             "fits": count * token_bytes[kind] <= room} for change, count, kind, each in cases]
 
 
 def _case(tokens: int, token_bytes: int, shard_bytes: int, params: Params, rates: Rates) -> dict[str, Any]:
@@ -250,17 +244,19 @@ def _case(tokens: int, token_bytes: int, shard_bytes: int, params: Params, rates
     return {"tokens": tokens, "bytes_states": tokens * token_bytes,
             "shards": max(1, -(-tokens * token_bytes // shard_bytes)),
             "seconds_lost": min(shard_bytes / token_bytes, tokens) / rates.extract,
-            "hours_train": tokens * (1 - params.records.validation_share) * params.train.epochs / rates.train / 3600}
+            "hours_train": train_hours(tokens, params, rates)}
 
 
-def cache_copies() -> int:
-    """How often DVC keeps an artifact's bytes on this disk: once when it may link them, twice when it copies."""
-    import configparser
+def train_hours(tokens: int, params: Params, rates: Rates) -> float:
+    hours = tokens * (1 - params.records.validation_share) * params.train.epochs / rates.train / 3600
+    longest = (params.train.max_updates or float("inf")) * params.train.batch_tokens * params.train.micro_batches
+    return min(hours, longest / rates.train / 3600)
 
-    config = configparser.ConfigParser(strict=False)
-    config.read([".dvc/config", ".dvc/config.local"])
-    kinds = config.get("cache", "type", fallback="reflink,copy").strip('"')
-    return 1 if {"symlink", "hardlink"} & set(kinds.split(",")) else 2
+
+def cache_copies(data: Path) -> int:
+    """How often an artifact's bytes lie on this disk: once where DVC's cache may link them, twice where it copies."""
+    folder = data if data.exists() else Path(".")
+    return disk.needs(1, folder)[0][folder]
 
 
 def memory(params: Params, config: dict[str, Any]) -> dict[str, Any]:

@@ -1,66 +1,81 @@
-"""A plan as a table for people."""
+"""A plan as tables for people."""
 
 from typing import Any
 
 from eagle3.plan import size
-from eagle3.progress import duration
 
 
 def page(plan: dict[str, Any]) -> str:
     """The plan in plain text: data sets, totals against disk and memory, longest path, what other settings would change."""
-    states, total, disk = plan["hidden_states"], plan["total"], plan["disk"]
+    total = plan["total"]
     parts = [table(
         ["data set", "rows", "prompt tokens", "answer tokens", "known from", "responses", "hidden states", "generate",
          "extract"],
         [*map(dataset_row, plan["datasets"]),
          ["all", f"{total['rows']:,}", f"{total['prompt_tokens']:,}", f"{total['answer_tokens']:,}", "",
           *(size(sum(d[key] for d in plan["datasets"])) for key in ("bytes_responses", "bytes_states")),
-          *(hours(sum(d["hours"][stage] for d in plan["datasets"])) for stage in ("generate", "extract"))]])]
-    rates = plan["rates"]
-    parts.append(f"At {rates['generate']:g} tokens/s generated, {rates['extract']:g} extracted, {rates['train']:g} trained "
-                 "(--generate-rate, --extract-rate, --train-rate).")
-    parts.append(f"Training: {hours(total['hours_train'])}. All on one machine: {hours(total['hours_on_one_machine'])}. "
-                 f"Longest path, with a machine for every data set: {hours(plan['longest_path']['hours'])} ("
-                 + ", then ".join(f"{stage} {hours(time)}" for stage, time in plan["longest_path"]["stages"].items()) + ").")
-    wide = states["bytes_per_token_of_states"]
-    parts.append(f"Hidden states: {states['numbers_per_token']:,} numbers per token (4 x {states['hidden_size']}): "
-                 f"{wide['bfloat16']:,} bytes in bfloat16, {wide['float8_e4m3fn']:,} in float8_e4m3fn; with ids and mask "
-                 f"{states['bytes_per_token']:,} in {states['dtype']}.")
-    fits = disk["tokens_that_fit"]
-    verdict = "enough" if disk["enough"] else "NOT ENOUGH: the build would stop before it writes"
-    copies = "" if total["copies"] == 1 else " (DVC copies into its cache; `dvc config cache.type reflink,symlink` links)"
-    parts.append(f"Disk: {size(total['bytes_to_write'])} to write{copies}, {size(disk['free'])} free, "
-                 f"{size(disk['reserved'])} reserved: {verdict}. {size(disk['free'])} hold "
-                 f"{fits['bfloat16'] / 1e6:,.1f} million tokens in bfloat16, {fits['float8_e4m3fn'] / 1e6:,.1f} in "
-                 "float8_e4m3fn.")
-    parts.append(memory_line(plan["memory"]))
-    parts.append(table(["what if", "tokens", "hidden states", "shards", "lost by a kill, at most", "training"],
-                       [[w["change"], f"{w['tokens']:,}", size(w["bytes_states"]), f"{w['shards']:,}",
-                         duration(w["seconds_lost"]), hours(w["hours_train"])] for w in plan["what_if"]]))
+          *(time(sum(d["hours"][stage] for d in plan["datasets"])) for stage in ("generate", "extract"))]])]
+    parts.append("\n".join(f"{name:<9} {line}" for name, lines in (
+        ("time", time_lines(plan)), ("disk", disk_lines(plan)), ("memory", [memory_line(plan["memory"])]))
+        for name, line in zip([name, *[""] * len(lines)], lines)))
+    parts.append(table(["what if", "tokens", "hidden states", "on this disk", "shards", "lost by a kill", "training"],
+                       [[w["change"], f"{w['tokens']:,}", size(w["bytes_states"]), "fits" if w["fits"] else "TOO MUCH",
+                         f"{w['shards']:,}", "at most " + time(w["seconds_lost"] / 3600), time(w["hours_train"])]
+                        for w in plan["what_if"]]))
     if any(d["basis"] == "unknown" for d in plan["datasets"]):
         parts.append("unknown: no cap, no budget and no local file to count; `dvc repro prepare@NAME` counts the rows.")
     return "\n\n".join(parts) + "\n"
 
 
+def time_lines(plan: dict[str, Any]) -> list[str]:
+    total, rates, path = plan["total"], plan["rates"], plan["longest_path"]
+    return [f"{time(total['hours_on_one_machine'])} on one machine, {time(total['hours_train'])} of them training",
+            f"{time(path['hours'])} with a machine for every data set, the longest path: "
+            + ", then ".join(f"{stage} {time(hours)}" for stage, hours in path["stages"].items()),
+            f"at {rates['generate']:,g} tokens/s generated, {rates['extract']:,g} extracted, {rates['train']:,g} trained; "
+            "other speeds: ARGS=\"--generate-rate 2000 --extract-rate … --train-rate …\""]
+
+
+def disk_lines(plan: dict[str, Any]) -> list[str]:
+    states, total, disk = plan["hidden_states"], plan["total"], plan["disk"]
+    wide, fits = states["bytes_per_token_of_states"], disk["tokens_that_fit"]
+    verdict = "enough" if disk["enough"] else "NOT ENOUGH, the build would stop before it writes"
+    copies = " (twice, since DVC copies: `dvc config cache.type symlink`)" if total["copies"] > 1 else ""
+    return [f"{size(total['bytes_to_write'])} to write{copies} and {size(disk['reserved'])} reserved, of "
+            f"{size(disk['free'])} free: {verdict}",
+            f"a token's states are {states['numbers_per_token']:,} numbers (4 x {states['hidden_size']:,}): "
+            f"{wide['bfloat16']:,} bytes in bfloat16, {wide['float8_e4m3fn']:,} in float8_e4m3fn; with ids, mask and scales "
+            f"{states['bytes_per_token']:,} in {states['dtype']}",
+            f"{size(disk['free'])} hold {fits['bfloat16'] / 1e6:,.1f} million tokens in bfloat16, "
+            f"{fits['float8_e4m3fn'] / 1e6:,.1f} million in float8_e4m3fn"]
+
+
 def dataset_row(d: dict[str, Any]) -> list[str]:
-    generate = "given" if d["answers"] == "on_policy" else hours(d["hours"]["generate"])
+    generate = "given" if d["answers"] == "on_policy" else time(d["hours"]["generate"])
     return [d["name"], f"{d['rows']:,}", f"{d['prompt_tokens']:,}", f"{d['answer_tokens']:,}", d["basis"],
             size(d["bytes_responses"]), size(d["bytes_states"]), "done" if "generate" in d["done"] else generate,
-            "done" if "extract" in d["done"] else hours(d["hours"]["extract"])]
+            "done" if "extract" in d["done"] else time(d["hours"]["extract"])]
 
 
 def memory_line(memory: dict[str, Any]) -> str:
-    gpu = f", {size(memory['gpu'])} on GPUs" if memory["gpu"] else ", no GPU"
+    gpu = f"{size(memory['gpu'])} on GPUs" if memory["gpu"] else "no GPU"
+    there = f"{size(memory['available'])} free here, {gpu}"
     if memory["needed_by_train"] is None:
-        return f"Memory: unknown until the target's config.json is here; {size(memory['available'])} free{gpu}."
-    room = max(memory["available"], memory["gpu"])
-    verdict = "" if memory["needed_by_train"] <= room else " NOT ENOUGH: lower vocab.size, or train over several GPUs"
-    return (f"Memory: training keeps {size(memory['needed_by_train'])} of weights, gradients, moments, embedding and head, "
-            f"activations on top; {size(memory['available'])} free{gpu}.{verdict}")
+        return f"unknown until the target's config.json is here; {there}"
+    enough = memory["needed_by_train"] <= max(memory["available"], memory["gpu"])
+    verdict = "enough" if enough else "NOT ENOUGH, lower vocab.size or train over several GPUs"
+    return (f"{size(memory['needed_by_train'])} for training's weights, gradients, moments, embedding and head (activations "
+            f"come on top), of {there}: {verdict}")
 
 
-def hours(value: float) -> str:
-    return duration(value * 3600) if value else "0"
+def time(hours: float) -> str:
+    """0.02 -> '1.2 min': never a clock, which could be read as hours or as minutes."""
+    if hours == 0:
+        return "0"
+    for limit, unit, factor in ((1 / 60, "s", 3600), (1, "min", 60), (48, "h", 1)):
+        if hours < limit:
+            return f"{hours * factor:.1f} {unit}"
+    return f"{hours / 24:.1f} d"
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
