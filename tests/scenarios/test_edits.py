@@ -90,7 +90,7 @@ def test_09_a_raised_cap_generates_the_difference(pair):
         rows = (project / "data/responses/one/raw_responses.jsonl").read_text().splitlines()
         project.edit_params(datasets__one__max_samples=9)
         said = project.build(tool)
-        assert "one: 9 wanted, 6 done, 3 to go" in said
+        assert "generate@one: 9 wanted, 6 done, 3 to go" in said
         assert set(project.ran()) == {"prepare@one", "generate@one", "tokenize@one", "vocab", "extract@one", "train",
                                       "bench"}
         more = (project / "data/responses/one/raw_responses.jsonl").read_text().splitlines()

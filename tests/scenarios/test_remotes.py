@@ -87,7 +87,7 @@ def test_earlier_rows_come_from_the_remote(pushed):
     colleague.edit_params(datasets__one__max_samples=8)
     said = colleague.snakemake("data/responses/one/raw_responses.jsonl")
     assert "generate@one: fetching its earlier rows from the remote" in said
-    assert "one: 8 wanted, 6 done, 2 to go" in said
+    assert "generate@one: 8 wanted, 6 done, 2 to go" in said
     assert colleague.ran() == ["prepare@one", "generate@one"]
 
 

@@ -1,6 +1,7 @@
 """How the gate has DVC record a stage: dvc.lock by rename, inputs as they were at the start, outputs linked, not copied."""
 
 import contextlib
+import logging
 import os
 from pathlib import Path
 
@@ -11,10 +12,13 @@ from dvc.exceptions import DvcException
 
 
 def install() -> None:
-    """Puts the parts below in the place of DVC's own."""
+    """Puts the parts below in the place of DVC's own, and leaves out what DVC says to people who type its commands (that a
+    rejects file is empty, that dvc.lock is updated): after every stage of a build it hides what the stage said."""
     dvc.dvcfile.modify_yaml = replacing_yaml
     dvc.output.otransfer = _linking
     dvc.stage.run.cmd_run = _holding_to_its_inputs
+    dvc.dvcfile.logger.setLevel(logging.WARNING)
+    dvc.output.logger.addFilter(lambda record: record.msg != "'%s' is empty.")
 
 
 @contextlib.contextmanager

@@ -111,6 +111,7 @@ def main(parser: argparse.ArgumentParser, body: Callable[[argparse.Namespace], N
     arguments = parser.parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")  # other libraries' bars, which a log keeps as one endless line
     os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     signal.signal(signal.SIGTERM, _terminated)
     try:

@@ -19,6 +19,6 @@ rule generate:
     resources:
         mem_mb=4000,
     message:
-        "generate {wildcards.dataset}: the target answers the prompts"
+        "generate {wildcards.dataset}: answers to the prompts"
     shell:
         gate("generate@{wildcards.dataset}")

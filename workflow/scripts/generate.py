@@ -48,7 +48,7 @@ def _generate(stage: Stage, name: str, target: Target, arguments: argparse.Names
         for reason in journal.foreign_reasons():
             stage.say(reason)
         wanted, done, tokens = answering.count()
-        stage.say(f"{name}: {wanted} wanted, {done} done, {wanted - done} to go")
+        stage.say(f"{wanted} wanted, {done} done, {wanted - done} to go")
         requests = answering.requests()
         first = next(requests, None)  # also notes the prompts that cannot be asked
         if first:
