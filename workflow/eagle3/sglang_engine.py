@@ -92,6 +92,9 @@ class SGLangEngine:
 
     async def _run(self, requests, on_result) -> None:
         self.endpoints = [Endpoint(url) for url in self.server.urls]
+        if self.server.folder is None:  # the lease waited for one of them; each is compared with the target before its use
+            for endpoint in self.endpoints:
+                endpoint.take_down()
         self.following: deque[Request] = deque()
         slots = Slots(FOLDER / "slots", self.runtime.concurrency)
         self.open = 0  # requests taken and not finished: while there are any, more may follow
