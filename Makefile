@@ -24,7 +24,7 @@ trace: $(VENV)/ready
 
 # Sends the artifacts of the stages in runtime.push (answers and drafter, not states) to the DVC remote.
 push: $(VENV)/ready
-	python workflow/scripts/push.py $(ARGS)
+	@python workflow/scripts/push.py $(ARGS)
 
 # How generation stands: during a build, and after a crash. make status ARGS=--watch
 status: $(VENV)/ready
@@ -32,7 +32,7 @@ status: $(VENV)/ready
 
 # Whether SGLang will use a drafter rightly, with reasons and remedies. make doctor DRAFTER=some/folder
 doctor: $(VENV)/ready
-	python workflow/scripts/doctor.py $(DRAFTER) $(ARGS)
+	@python workflow/scripts/doctor.py $(DRAFTER) $(ARGS)
 
 test: $(VENV)/ready-test
 	python -m pytest -q tests
@@ -77,9 +77,10 @@ $(VENV)/bin/python:
 	python3 -m venv $(VENV)
 
 $(VENV)/ready: requirements.txt $(VENV)/bin/python
-	$(BIN)/python -m pip install -q -r requirements.txt
-	touch $@
+	@echo "installing requirements.txt into $(VENV): 1.6 GB, some minutes, once"
+	@$(BIN)/python -m pip install -q -r requirements.txt
+	@touch $@
 
 $(VENV)/ready-test: requirements-test.txt $(VENV)/ready
-	$(BIN)/python -m pip install -q -r requirements-test.txt
-	touch $@
+	@$(BIN)/python -m pip install -q -r requirements-test.txt
+	@touch $@

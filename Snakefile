@@ -26,11 +26,15 @@ rule all:
     input:
         rules.bench.output,
         rules.train.output,
+    message:
+        "all: data/drafter and data/bench/report.html"
 
 
 rule drafter:
     input:
         rules.train.output,
+    message:
+        "drafter: lies in data/drafter; what it gains: make bench"
 
 
 BRIDGE.catch_up(workflow.rules)

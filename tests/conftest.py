@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import tiny
-from eagle3.stage import SPINS
+from eagle3 import environment  # noqa: F401  (before torch is loaded, as in the scripts)
 
-os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # before torch is loaded, as in the stages
 SCRIPTS = Path(__file__).resolve().parents[1] / "workflow" / "scripts"
 
 

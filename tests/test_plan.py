@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from eagle3 import params as parameters
 from eagle3 import plan, planpage, records, shards
-from eagle3.errors import Refusal
 from eagle3.files import write_json
 from eagle3.plan import Rates
 
@@ -131,6 +130,9 @@ def test_what_is_done_costs_no_hours(in_tmp):
     before = plan.make(params, RATES, free=10**13)
     found = {d["name"]: d for d in before["datasets"]}["B1_glaive"]
     assert found["hours"]["extract"] == 0 and found["hours"]["generate"] > 0
+    assert before["total"]["hours_train"] > 0
+    write_json("data/drafter/training.json", {})
+    assert plan.make(params, RATES, free=10**13)["total"]["hours_train"] == 0
 
 
 def test_the_longest_path_is_the_slowest_chain_then_training(in_tmp):
@@ -140,10 +142,12 @@ def test_the_longest_path_is_the_slowest_chain_then_training(in_tmp):
     assert found["longest_path"]["hours"] < found["total"]["hours_on_one_machine"]
 
 
-def test_an_unknown_width_is_refused_with_the_flag_that_helps(in_tmp):
+def test_before_the_target_is_here_all_but_bytes_of_states_is_told(in_tmp):
     params = parameters.load(ROOT / "params.yaml")
-    with pytest.raises(Refusal, match="--hidden-size"):
-        plan.make(params, RATES)
+    found = plan.make(params, RATES)
+    text = planpage.page(found)
+    assert found["total"]["rows"] == 54 and "--hidden-size" in text and "hidden_states.dtype" not in text
+    assert all(line.split()[7] == "?" for line in text.splitlines() if line.startswith(tuple(params.datasets)))
     found = plan.make(params, RATES, hidden_size=576)["hidden_states"]
     assert found["bytes_per_token"] == shards.bytes_per_token(576, "bfloat16")
 

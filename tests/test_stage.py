@@ -125,6 +125,17 @@ def test_an_interrupt_says_that_work_is_kept(sent):
     assert running_script.returncode == 130 and "finished work is kept, the same command continues it" in said
 
 
+def test_every_script_sets_the_environment_before_it_loads_a_library():
+    """OpenMP and tqdm read their variables once, while they are loaded."""
+    for script in (WORKFLOW / "scripts").glob("[a-z]*.py"):
+        first = next(line for line in script.read_text().splitlines() if line.startswith(("import ", "from ")))
+        assert first.startswith("import _path"), script.name
+    code = "import _path, sys, os; print('torch' in sys.modules, 'tqdm' in sys.modules, os.environ['GOMP_SPINCOUNT'])"
+    said = subprocess.run([sys.executable, "-c", code], cwd=WORKFLOW / "scripts", capture_output=True, text=True,
+                          env={"PATH": os.environ["PATH"], "PYTHONPATH": f"{WORKFLOW}/scripts:{WORKFLOW}"})
+    assert said.stdout.split() == ["False", "False", "1000"], said.stderr
+
+
 def test_the_parameter_file_can_be_named():
     parser = argparse.ArgumentParser()
     seen = []

@@ -7,6 +7,7 @@ knows is still matched by the digests that its training.json holds.
 
 import hashlib
 import json
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,7 +115,7 @@ def trace(folder: str | Path) -> dict[str, Any]:
     folder = Path(folder)
     if not (folder / "training.json").exists():
         raise Refusal(f"{folder} has no training.json, so nothing says what it was made from; give a drafter folder that "
-                      "`train` wrote")
+                      "`train` wrote (DRAFTER=FOLDER), or make one: `make drafter`")
     training = read_json(folder / "training.json")
     found = find(folder)
     result = {"drafter": str(folder), "content": folder_md5(folder), "code": training.get("made_with", {}),
@@ -164,6 +165,8 @@ def about(stage: str, entry: dict[str, Any], store: Store, training: dict[str, A
         return _some(store.file(outs.get(name, ""), "manifest.json"), ("rows", "tokens", "layers", "dtype", "engine"))
     if group == "vocab":
         return _some(store.file(outs.get("draft_vocab.json", "")), ("size", "coverage"))
+    if group == "train":
+        return _some(store.file(outs.get("drafter", ""), "metrics.json"), ("accept_length", "accept_length_untrained", "updates"))
     return {}
 
 
@@ -201,17 +204,44 @@ def page(found: dict[str, Any]) -> str:
              f"  code: commit {code.get('git_commit') or 'unknown'}, torch {code.get('torch')}, "
              f"transformers {code.get('transformers')}",
              f"  recorded in: {found['recorded_in'] or 'no dvc.lock of this repository'}"]
+    width = max((len(entry["stage"]) for entry in found["artifacts"]), default=0)
     for entry in found["artifacts"]:
-        said = ", ".join(f"{key} {_plain(value)}" for key, value in entry["about"].items() if value is not None)
-        lines.append(f"  {'here   ' if entry['here'] else 'MISSING'}  {entry['stage']:<28} {said}".rstrip())
+        said = _answers(entry["about"]) if entry["stage"].startswith("generate@") else ", ".join(
+            key.replace("_", " ") if value is True else f"{key.replace('_', ' ')} {_plain(value)}"
+            for key, value in entry["about"].items() if value is not None)
+        lines.append(f"  {'here   ' if entry['here'] else 'MISSING'}  {entry['stage']:<{width}}  {said}".rstrip())
     missing = [entry for entry in found["artifacts"] if not entry["here"]]
     if missing:
         lines += ["", f"{len(missing)} of {len(found['artifacts'])} artifacts are not on this machine; to get them:"]
         lines += [f"  {line}" for line in dict.fromkeys(entry["get"] for entry in missing)]
+    else:
+        lines += ["", f"all {len(found['artifacts'])} artifacts are on this machine; everything that is known of them: ARGS=--json"]
     return "\n".join(lines) + "\n"
 
 
+def _answers(fingerprint: dict[str, Any]) -> str:
+    """Who answered, in which numerics, with which sampling, in one line of what is in fingerprint.json."""
+    numerics, sampling = fingerprint.get("numerics", {}), fingerprint.get("sampling", {})
+    makers = {_maker(maker): None for maker in fingerprint.get("made_by", []) if isinstance(maker, dict)}
+    parts = [", ".join(makers) or fingerprint.get("note") or fingerprint.get("engine", ""),
+             *(f"{name} {_plain(numerics[key])}" for name, key in (
+                 ("weights", "weights_digest"), ("dtype", "dtype"), ("quantization", "quantization"),
+                 ("KV cache", "kv_cache_dtype")) if numerics.get(key)),
+             *(f"{key} {_plain(sampling[key])}" for key in ("temperature", "top_p", "max_new_tokens") if key in sampling)]
+    return ", ".join(part for part in parts if part)
+
+
+def _maker(maker: dict[str, Any]) -> str:
+    """'sglang 0.5.14' or 'transformers 5.24.0 on cpu'."""
+    engine = maker.get("engine", "")
+    version = maker.get("reported", {}).get("version") or maker.get("versions", {}).get(engine)
+    return " ".join(filter(None, [engine, version, f"on {maker['device']}" if maker.get("device") else ""]))
+
+
 def _plain(value: Any) -> str:
+    """Short for people: digests by their first 12 digits."""
     if isinstance(value, dict):
         return "(" + ", ".join(f"{key} {_plain(inner)}" for key, inner in value.items() if inner not in (None, {})) + ")"
+    if isinstance(value, str) and re.fullmatch(r"[0-9a-f]{32,64}", value):
+        return value[:12]
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -15,7 +15,6 @@ import pyarrow.parquet as parquet
 
 from eagle3 import disk, export, layers, shards, sources
 from eagle3.drafter import drafter_config
-from eagle3.errors import Refusal
 from eagle3.files import read_json, read_jsonl
 from eagle3.schema import Dataset, Params
 
@@ -121,15 +120,13 @@ def make(params: Params, rates: Rates, hidden_size: int | None = None, free: int
          data: Path = Path("data"), work: Path = Path(".work")) -> dict[str, Any]:
     """The plan as plain values. `free`: bytes of disk; what the disk of `data` has if not given.
 
-    Raises Refusal if neither data/target, the target's folder nor `hidden_size` tells how wide the states are.
+    Where neither data/target, the target's folder nor `hidden_size` tells how wide the states are, `width_known` is false,
+    states count no bytes, and nothing is said of other settings.
     """
     config = target_config(params, data)
-    size = hidden_size or config.get("hidden_size")
-    if not size:
-        raise Refusal("the target is not here yet, so the width of its states is unknown; give --hidden-size (it is "
-                      "hidden_size in the model's config.json), or build data/target first: `dvc repro target`")
+    width = hidden_size or config.get("hidden_size") or 0
     sets = estimates(params, data, work)
-    token_bytes = {kind: shards.bytes_per_token(size, kind) for kind in shards.DTYPES}
+    token_bytes = {kind: shards.bytes_per_token(width, kind) if width else 0 for kind in shards.DTYPES}
     stored = token_bytes[params.hidden_states.dtype]
     for one in sets:
         _cost(one, params, rates, stored)
@@ -138,16 +135,17 @@ def make(params: Params, rates: Rates, hidden_size: int | None = None, free: int
     missing = sum((one.bytes_responses if "generate" not in one.done else 0)
                   + (one.bytes_states if "extract" not in one.done else 0) for one in sets) * copies
     free = shutil.disk_usage(data if data.exists() else ".").free if free is None else free
-    training = train_hours(sum(one.tokens for one in sets), params, rates)
+    trained = (data / "drafter/training.json").exists()
+    training = 0.0 if trained else train_hours(sum(one.tokens for one in sets), params, rates)
     path = longest_path(sets, training)
     # What states may take: the free disk and what is written already, less the answers.
     room = (free - params.runtime.reserve_bytes - missing) // copies + sum(one.bytes_states for one in sets)
     return {
         "datasets": [{**asdict(one), "tokens": one.tokens} for one in sets],
         "rates": asdict(rates),
-        "hidden_states": {"hidden_size": size, "dtype": params.hidden_states.dtype,
-                          "numbers_per_token": 4 * size, "bytes_per_token": stored,
-                          "bytes_per_token_of_states": {k: 4 * size * shards.DTYPES[k].itemsize for k in shards.DTYPES}},
+        "hidden_states": {"width_known": width > 0, "hidden_size": width, "dtype": params.hidden_states.dtype,
+                          "numbers_per_token": 4 * width, "bytes_per_token": stored,
+                          "bytes_per_token_of_states": {k: 4 * width * shards.DTYPES[k].itemsize for k in shards.DTYPES}},
         "total": {"rows": sum(one.rows for one in sets), "prompt_tokens": sum(one.prompt_tokens for one in sets),
                   "answer_tokens": sum(one.answer_tokens for one in sets), "tokens": sum(one.tokens for one in sets),
                   "bytes": needed, "bytes_to_write": missing, "copies": copies,
@@ -155,10 +153,10 @@ def make(params: Params, rates: Rates, hidden_size: int | None = None, free: int
                   "hours_train": training},
         "disk": {"free": free, "reserved": params.runtime.reserve_bytes,
                  "enough": missing + params.runtime.reserve_bytes <= free,
-                 "tokens_that_fit": {kind: free // each for kind, each in token_bytes.items()}},
+                 "tokens_that_fit": {kind: free // each if each else None for kind, each in token_bytes.items()}},
         "memory": memory(params, config),
         "longest_path": path,
-        "what_if": what_if(sets, params, rates, token_bytes, room),
+        "what_if": what_if(sets, params, rates, token_bytes, room) if width else [],
     }
 
 

@@ -1,5 +1,6 @@
 """A plan as tables for people."""
 
+from collections.abc import Callable
 from typing import Any
 
 from eagle3.plan import size
@@ -7,24 +8,30 @@ from eagle3.plan import size
 
 def page(plan: dict[str, Any]) -> str:
     """The plan in plain text: data sets, totals against disk and memory, longest path, what other settings would change."""
-    total = plan["total"]
+    total, known = plan["total"], plan["hidden_states"]["width_known"]
+    states = size if known else (lambda count: "?")
     parts = [table(
         ["data set", "rows", "prompt tokens", "answer tokens", "known from", "responses", "hidden states", "generate",
          "extract"],
-        [*map(dataset_row, plan["datasets"]),
+        [*(dataset_row(d, states) for d in plan["datasets"]),
          ["all", f"{total['rows']:,}", f"{total['prompt_tokens']:,}", f"{total['answer_tokens']:,}", "",
-          *(size(sum(d[key] for d in plan["datasets"])) for key in ("bytes_responses", "bytes_states")),
+          size(sum(d["bytes_responses"] for d in plan["datasets"])), states(sum(d["bytes_states"] for d in plan["datasets"])),
           *(time(sum(d["hours"][stage] for d in plan["datasets"])) for stage in ("generate", "extract"))]])]
     parts.append("\n".join(f"{name:<9} {line}" for name, lines in (
         ("time", time_lines(plan)), ("disk", disk_lines(plan)), ("memory", [memory_line(plan["memory"])]))
         for name, line in zip([name, *[""] * len(lines)], lines)))
-    parts.append(table(["what if", "tokens", "hidden states", "on this disk", "shards", "lost by a kill", "training"],
-                       [[w["change"], f"{w['tokens']:,}", size(w["bytes_states"]), "fits" if w["fits"] else "TOO MUCH",
-                         f"{w['shards']:,}", "at most " + time(w["seconds_lost"] / 3600), time(w["hours_train"])]
-                        for w in plan["what_if"]]))
+    if known:
+        parts.append(what_if(plan))
     if any(d["basis"] == "unknown" for d in plan["datasets"]):
         parts.append("unknown: no cap, no budget and no local file to count; `dvc repro prepare@NAME` counts the rows.")
     return "\n\n".join(parts) + "\n"
+
+
+def what_if(plan: dict[str, Any]) -> str:
+    return table(["what if", "tokens", "hidden states", "on this disk", "shards", "lost by a kill", "training"],
+                 [[w["change"], f"{w['tokens']:,}", size(w["bytes_states"]), "fits" if w["fits"] else "TOO MUCH",
+                   f"{w['shards']:,}", "at most " + time(w["seconds_lost"] / 3600), time(w["hours_train"])]
+                  for w in plan["what_if"]])
 
 
 def time_lines(plan: dict[str, Any]) -> list[str]:
@@ -38,6 +45,9 @@ def time_lines(plan: dict[str, Any]) -> list[str]:
 
 def disk_lines(plan: dict[str, Any]) -> list[str]:
     states, total, disk = plan["hidden_states"], plan["total"], plan["disk"]
+    if not states["width_known"]:
+        return ["unknown until the target is here and says how wide its states are: `dvc repro target`, or give hidden_size of "
+                "the model's config.json", "as ARGS=\"--hidden-size 4096\""]
     wide, fits = states["bytes_per_token_of_states"], disk["tokens_that_fit"]
     verdict = "enough" if disk["enough"] else "NOT ENOUGH, the build would stop before it writes"
     copies = " (twice, since DVC copies: `dvc config cache.type symlink`)" if total["copies"] > 1 else ""
@@ -50,10 +60,10 @@ def disk_lines(plan: dict[str, Any]) -> list[str]:
             f"{fits['float8_e4m3fn'] / 1e6:,.1f} million in float8_e4m3fn"]
 
 
-def dataset_row(d: dict[str, Any]) -> list[str]:
+def dataset_row(d: dict[str, Any], states: Callable[[int], str]) -> list[str]:
     generate = "given" if d["answers"] == "on_policy" else time(d["hours"]["generate"])
     return [d["name"], f"{d['rows']:,}", f"{d['prompt_tokens']:,}", f"{d['answer_tokens']:,}", d["basis"],
-            size(d["bytes_responses"]), size(d["bytes_states"]), "done" if "generate" in d["done"] else generate,
+            size(d["bytes_responses"]), states(d["bytes_states"]), "done" if "generate" in d["done"] else generate,
             "done" if "extract" in d["done"] else time(d["hours"]["extract"])]
 
 

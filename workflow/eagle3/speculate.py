@@ -3,6 +3,7 @@
 Also plain decoding over the same model calls, so that the two can be compared token for token and second for second.
 """
 
+import inspect
 import time
 from dataclasses import dataclass, field
 
@@ -53,6 +54,8 @@ class Decoder:
     def __init__(self, model, layers: list[int], stop_ids: list[int], drafter: Drafter | None = None):
         self.model, self.layers, self.stop_ids, self.drafter = model, layers, set(stop_ids), drafter
         self.captured: dict[int, Tensor] = {}
+        # transformers has renamed it and warns of the older name, which is the only one that older models' own code knows.
+        self.cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         decoder, _ = decoder_of(model)
         for layer in layers:
             decoder[layer].register_forward_pre_hook(self._keep(layer), with_kwargs=True)
@@ -66,8 +69,8 @@ class Decoder:
     def _forward(self, ids: list[int], cache: DynamicCache, keep: int = 0) -> tuple[list[int], Tensor | None]:
         """(likeliest next tokens, aux [n, 3H]) for new tokens; `keep=1` gives the next token of the last one only. Without
         layers, aux is None."""
-        output = self.model(input_ids=torch.tensor([ids], device=self.model.device), past_key_values=cache,
-                            use_cache=True, logits_to_keep=keep)
+        output = self.model(input_ids=torch.tensor([ids], device=self.model.device), use_cache=True, logits_to_keep=keep,
+                            **{self.cache_name: cache})
         aux = torch.cat([self.captured[layer] for layer in self.layers], dim=-1)[0] if self.layers else None
         return output.logits[0].argmax(-1).tolist(), aux
 

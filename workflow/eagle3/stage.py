@@ -18,10 +18,6 @@ from eagle3.progress import duration
 
 WORK = Path(".work")
 STARTED = "started.log"  # in WORK: one line per stage process that began its work, "SECONDS PID STAGE"
-# How often a thread of OpenMP looks before it sleeps. By default for milliseconds, in which it keeps the core from the
-# thread that it waits for: beside one other busy process, small products on two cores took 20 times as long as on idle
-# ones, with this 4 times (and 1.1 times on idle ones). Read when torch is loaded.
-SPINS = "1000"
 
 
 class Stage:
@@ -109,10 +105,6 @@ def main(parser: argparse.ArgumentParser, body: Callable[[argparse.Namespace], N
     """Parses the command line and runs `body`; a Refusal becomes one sentence on stderr and exit code 1."""
     parser.add_argument("--params", default="params.yaml", help="parameter file (default: params.yaml)")
     arguments = parser.parse_args()
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TQDM_DISABLE", "1")  # other libraries' bars, which a log keeps as one endless line
-    os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     signal.signal(signal.SIGTERM, _terminated)
     try:
         body(arguments)

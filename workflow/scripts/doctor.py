@@ -21,6 +21,9 @@ def open_target(folder: Path, scratch: Path) -> Target:
     """data/target, or a plain model folder, whose weights need no digest here."""
     if (folder / "target.json").exists():
         return Target(folder)
+    if not (folder / "config.json").exists():
+        raise Refusal(f"there is no target at {folder}: `dvc repro target` brings the one of params.yaml, and "
+                      "ARGS=\"--target FOLDER\" names another one")
     config = read_json(folder / "config.json")
     architecture = (config.get("architectures") or ["none"])[0]
     write_json(scratch / "target.json", {

@@ -78,8 +78,10 @@ def train(stage: Stage, arguments: argparse.Namespace) -> None:
     processes.close()
     if leader:
         write(arguments.out, done, config, identity, made_with)
-        say(f"accept length {done.history[0]['accept_length']:.3f} untrained, {done.best_length:.3f} at update "
-            f"{done.best_update} of {done.update} ({params.steps} steps, simulated)")
+        best = f"at update {done.best_update} of {done.update}" if done.best_update else (
+            f"at its start, which {done.update} updates did not improve")
+        say(f"accept length {done.history[0]['accept_length']:.3f} untrained, {done.best_length:.3f} {best} "
+            f"({params.steps} steps, simulated)")
 
 
 def target_dtype(target: Target) -> str:
