@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "workflow"))
 
 from eagle3 import prompts as prompt_files  # noqa: E402
+from eagle3.server import FOLDER  # noqa: E402
 
 FLAGS = {"attention-backend": "triton", "sampling-backend": "pytorch", "grammar-backend": "none",
          "disable-piecewise-cuda-graph": True, "mem-fraction-static": 0.5, "cuda-graph-max-bs": 128}
@@ -190,7 +191,7 @@ def main() -> None:
     try:
         for name in names:  # while the server starts
             stage(work, "prepare", name, "--out", f"data/prompts/{name}.parquet")
-        state_path, url = work / ".work/server/state.json", f"http://127.0.0.1:{arguments.port}"
+        state_path, url = work / FOLDER / "state.json", f"http://127.0.0.1:{arguments.port}"
         while not (state_path.exists() and json.loads(state_path.read_text())["phase"] == "ready"):
             if server.poll() is not None:
                 sys.exit("the server did not start")

@@ -21,6 +21,10 @@ H01 H02 H04 H05 H07 H08 H10 H11 H13 H14 H16 H17 H19 H20 H22 H23 H25
 TESTS = re.compile(r"`(?:tests/)?((?:\w+/)*test_\w+\.py)(?:::(\w+))?")
 
 
+def test_every_part_has_a_title():
+    assert all(path.read_text().startswith("# ") for path in failures.parts(ROOT / failures.PARTS))
+
+
 def test_no_failure_is_listed_twice():
     found = failures.ids(ROOT / failures.PARTS)
     assert sorted(found) == sorted(set(found))

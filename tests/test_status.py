@@ -70,6 +70,15 @@ def test_the_server_with_its_metrics_and_without(project):
     assert status.of_server([])[0].endswith(": stopped")
 
 
+def test_a_server_on_another_machine_of_a_shared_folder_is_told_from_ours(project):
+    """Its process number must not be looked for here."""
+    folder = server.SERVERS / "another-machine"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text(json.dumps({"phase": "ready", "supervisor": [os.getpid(), 1], "url": "http://x"}))
+    [line] = status.of_server([])
+    assert line.startswith("server on another-machine: ready when it last wrote, 0:0") and server.read_state() == {}
+
+
 def test_the_command_prints_plain_lines_to_a_pipe(project):
     record(project)
     script = Path(status.__file__).parents[1] / "scripts/status.py"

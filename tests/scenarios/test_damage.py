@@ -239,3 +239,14 @@ def test_merge_conflict_in_the_lock_file(copy):
     project.git("add", "dvc.lock", "params.yaml")
     project.git("commit", "-qm", "merged")
     project.assert_fresh()
+
+
+def test_why_a_build_failed_stands_at_the_end(copy):
+    """Snakemake prints all that it knows of a failed job after the stage's own words."""
+    project = copy("project")
+    (project / "empty.jsonl").write_text("")
+    project.edit_params(datasets__mine={"answers": "generate", "source": {"path": "empty.jsonl"}})
+    said = project.snakemake("data/prompts/mine.parquet", check=False).splitlines()
+    sentence = "logs/prepare/mine.log: data set mine is empty: its source has no rows; look at datasets.mine.source"
+    (place,) = (i for i, line in enumerate(said) if line.startswith(sentence))
+    assert place > next(i for i, line in enumerate(said) if line.startswith("Error in rule prepare"))

@@ -61,6 +61,15 @@ class Bridge:
         if self.is_main:
             _write(SEEN, _stamp() + _fingerprint())
 
+    def last_words(self) -> None:
+        """A build failed: says again why, since Snakemake has buried it under all that it knows of the job."""
+        for log in sorted(Path("logs").rglob("*.log")):
+            if self.is_main and log.stat().st_mtime >= RUNNING.stat().st_mtime:
+                lines = log.read_text(errors="replace").splitlines()
+                refused = [line for line in lines if line.startswith("error: ")]
+                for line in refused or [line for line in lines[-1:] if ": failed to run: " in line]:
+                    say(f"{log}: {line.removeprefix('error: ')}")
+
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from dvc.exceptions import DvcException
 from dvc.lock import LockError, make_lock
 from dvc.repo import Repo, lock_repo
+from dvc.stage.exceptions import StageCmdFailedError
 
 from eagle3 import links, recording, remote
 
@@ -52,16 +53,19 @@ def repair_rwlock() -> None:
 
 
 def main(name: str) -> int:
-    """Waits while another DVC reads or writes this stage's files; an error is printed with its causes, exit code 1."""
+    """Waits while another DVC reads or writes this stage's files. An error is printed with its causes, exit code 1; of a
+    stage that failed it says how it ended, since the stage has said why."""
     said = False
     while True:
         try:
             bring_up_to_date(name)
             return 0
         except DvcException as error:
-            if not any(isinstance(cause, LockError) for cause in remote.causes(error)):
-                for cause in remote.causes(error):
-                    print(f"error: {cause}", file=sys.stderr, flush=True)
+            causes = list(remote.causes(error))
+            if not any(isinstance(cause, LockError) for cause in causes):
+                failed = [cause for cause in causes if isinstance(cause, StageCmdFailedError)]
+                for line in [f"{name}: {failed[0]}"] if failed else [f"error: {cause}" for cause in causes]:
+                    print(line, file=sys.stderr, flush=True)
                 return 1
             if not said:
                 print(f"{name}: waiting. {error}", flush=True)

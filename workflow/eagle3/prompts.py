@@ -122,7 +122,7 @@ def refuse_if_too_many_rejected(name: str, stats: dict, rejects: list[dict], lim
     left."""
     reasons = ", ".join(f"{reason} {count}" for reason, count in stats["reasons"].items()) or "none"
     if not stats["rows"]:
-        raise Refusal(f"data set {name} is empty: its source has no rows")
+        raise Refusal(f"data set {name} is empty: its source has no rows; look at datasets.{name}.source in params.yaml")
     if not stats["kept"] or stats["rejected"] / stats["rows"] > limit:
         first = rejects[0]
         raise Refusal(

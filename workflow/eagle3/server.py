@@ -7,6 +7,7 @@ and has a supervisor (`eagle3.supervisor`) start it otherwise. `settings` is the
 import contextlib
 import fcntl
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -21,7 +22,8 @@ from eagle3.files import digest_of, read_json, write_json
 from eagle3.process import driving_ancestors, start_time
 from eagle3.target import Target
 
-FOLDER = Path(".work/server")
+SERVERS = Path(".work/server")
+FOLDER = SERVERS / platform.node()  # a process number means something on its own machine only, and .work may be shared
 NUMERICS = {"model-path": "target.source", "dtype": "target.dtype", "kv-cache-dtype": "target.kv_cache_dtype",
             "quantization": "target.quantization", "context-length": "target.context_length"}
 OURS = {"host": "server.host", "port": "server.port", "weight-version": "nothing, since it carries the target's digest"}

@@ -17,7 +17,7 @@ import aiohttp
 
 from eagle3.engines import Request, Result
 from eagle3.errors import Refusal
-from eagle3.server import FOLDER, Lease, lease
+from eagle3.server import FOLDER, SERVERS, Lease, lease
 from eagle3.slots import Slots
 from eagle3.target import Target
 
@@ -96,7 +96,7 @@ class SGLangEngine:
             for endpoint in self.endpoints:
                 endpoint.take_down()
         self.following: deque[Request] = deque()
-        slots = Slots(FOLDER / "slots", self.runtime.concurrency)
+        slots = Slots((FOLDER if self.server.folder else SERVERS) / "slots", self.runtime.concurrency)
         self.open = 0  # requests taken and not finished: while there are any, more may follow
         # A row that was in flight at several deaths of its server may be their cause: it goes on in ever smaller
         # company, until it dies alone or is cleared.

@@ -13,7 +13,7 @@ from eagle3 import responses
 from eagle3.files import read_json, write_json
 from eagle3.process import start_time
 from eagle3.progress import Progress, duration
-from eagle3.server import alive, read_state
+from eagle3.server import FOLDER, SERVERS, alive, read_state
 from eagle3.supervisor import OPENER
 
 EVERY = 2.0  # seconds between two writes
@@ -107,9 +107,16 @@ def of_server(endpoints: list[str]) -> list[str]:
     """A line for each server: its health, running requests, use of the KV cache."""
     if endpoints:
         return [f"server {url}: {metrics(url) or 'no answer'}" for url in endpoints]
+    elsewhere = [f"server on {path.parent.name}: {read_json(path)['phase']} when it last wrote, "
+                 f"{duration(time.time() - path.stat().st_mtime)} ago"
+                 for path in sorted(SERVERS.glob("*/state.json")) if path.parent != FOLDER]
     state = read_state()
     if not state:
-        return ["server: none was started here"]
+        return elsewhere or ["server: none was started here"]
+    return [*_of_own_server(state), *elsewhere]
+
+
+def _of_own_server(state: dict[str, Any]) -> list[str]:
     if not alive(state):
         word = state["phase"] if state["phase"] in ("stopped", "failed") else "gone (its supervisor was killed)"
         return [f"server {state['url']}: {word}" + (f": {state['reason']}" if state.get("reason") else "")]

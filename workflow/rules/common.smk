@@ -48,3 +48,7 @@ onstart:
 
 onsuccess:
     BRIDGE.remember()
+
+
+onerror:
+    BRIDGE.last_words()
