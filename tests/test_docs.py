@@ -16,7 +16,7 @@ from eagle3 import reference
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-GUIDES = [DOCS / name for name in ("index.md", "tutorial.md", "how-it-decides.md", "cluster.md")] + sorted(
+GUIDES = [DOCS / name for name in ("index.md", "tutorial.md", "how-it-decides.md", "build.md", "cluster.md")] + sorted(
     (DOCS / "guides").glob("*.md"))
 BLOCK = re.compile(r"(?:^<!-- (?P<note>[^\n]*) -->\n)?^```(?P<kind>\w*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -27,7 +27,7 @@ def blocks(kind: str):
             if match["kind"] == kind]
 
 
-@pytest.mark.parametrize("path, note, body", blocks("bash"))
+@pytest.mark.parametrize("path, note, body", [*blocks("bash"), *blocks("console")])
 def test_every_command_is_run_by_a_test_or_says_where_it_was_tried(path, note, body):
     word, _, rest = note.partition(": ")
     assert word in ("run", "tested", "tried", "manual"), f"{path.name}: no note above\n{body}"
