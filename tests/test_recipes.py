@@ -1,6 +1,6 @@
 """recipes/*.yaml, and their data sets' shapes. Alone: python -m pytest tests/test_recipes.py
 
-`make test-recipe` runs the whole Kimi recipe on a tiny model of its architecture (slow: some minutes).
+`make test-recipe` runs the whole Kimi recipe on a tiny model of its architecture (minutes).
 """
 
 import json
