@@ -1,7 +1,6 @@
 """Fixtures that several test files share."""
 
 import importlib.util
-import os
 import sys
 from pathlib import Path
 
