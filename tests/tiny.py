@@ -1,6 +1,7 @@
 """Small real parts for tests: a random Llama with a trained tokenizer, data sets of its size, and a whole project."""
 
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -119,7 +120,8 @@ def read_params(folder: Path) -> dict:
 
 def run(folder: Path, *command: str, check: bool = True, timeout: float = 600) -> subprocess.CompletedProcess:
     """Runs `snakemake …` or `dvc …` with this interpreter's environment; output is captured, both streams together."""
-    done = subprocess.run([sys.executable, "-m", *command], cwd=folder, text=True, timeout=timeout,
+    environment = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+    done = subprocess.run([sys.executable, "-m", *command], cwd=folder, text=True, timeout=timeout, env=environment,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if check and done.returncode:
         raise AssertionError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-6000:]}")
