@@ -46,8 +46,8 @@ def time_lines(plan: dict[str, Any]) -> list[str]:
 def disk_lines(plan: dict[str, Any]) -> list[str]:
     states, total, disk = plan["hidden_states"], plan["total"], plan["disk"]
     if not states["width_known"]:
-        return ["unknown until the target is here and says how wide its states are: `dvc repro target`, or give hidden_size of "
-                "the model's config.json", "as ARGS=\"--hidden-size 4096\""]
+        return ["unknown until the target is here (`dvc repro target`) and says how wide its states are",
+                "or give the hidden_size of its config.json: ARGS=\"--hidden-size 4096\""]
     wide, fits = states["bytes_per_token_of_states"], disk["tokens_that_fit"]
     verdict = "enough" if disk["enough"] else "NOT ENOUGH, the build would stop before it writes"
     copies = " (twice, since DVC copies: `dvc config cache.type symlink`)" if total["copies"] > 1 else ""
