@@ -7,6 +7,7 @@ trusted; the remote is asked about this stage alone; and a remote that cannot be
 """
 
 import contextlib
+import gc
 import json
 import sys
 import time
@@ -55,6 +56,7 @@ def repair_rwlock() -> None:
 def main(name: str) -> int:
     """Waits while another DVC reads or writes this stage's files. An error is printed with its causes, exit code 1; of a
     stage that failed it says how it ended, since the stage has said why."""
+    gc.disable()  # a process of a second, a tenth of which went into looking for garbage
     said = False
     while True:
         try:
