@@ -45,7 +45,7 @@ def copy(source: Path, folder: Path, name: str) -> dict[str, float]:
     """Writes the data sets of `source` with the variant's rounding of training sequences; its relative errors."""
     rounding, sums = VARIANTS[name], {"aux": [0.0, 0.0], "last": [0.0, 0.0]}
     shutil.rmtree(folder, ignore_errors=True)
-    for dataset in shards.names(source):
+    for dataset in sorted(path.parent.name for path in source.glob("*/manifest.json")):
         manifest = shards.read_manifest(source / dataset)
         sets = {split: iter(ShardSet([source / dataset], split, {}, verify=False)) for split in ("train", "validation")}
         (folder / dataset).mkdir(parents=True)
