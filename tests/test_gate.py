@@ -5,7 +5,8 @@ import os
 from pathlib import Path
 
 import pytest
-from eagle3 import gate
+from dvc.exceptions import DvcException
+from eagle3 import gate, remote
 
 
 @pytest.mark.parametrize("text, kept", [("", False), ('{"read": {"/x": [', False), ('{"read": {}, "write": {}}', True)])
@@ -42,3 +43,15 @@ def test_a_list_that_is_being_written_is_left_alone(in_tmp):
         writer.join()
     gate.repair_rwlock()
     assert not Path(".dvc/tmp/rwlock").exists()
+
+
+def test_a_full_disk_is_said_in_one_sentence():
+    with pytest.raises(DvcException) as raised:
+        try:
+            with open("/dev/full", "w") as full:
+                full.write("x")
+        except OSError as error:
+            raise DvcException("failed to save") from error
+    [line] = gate.explained("train", list(remote.causes(raised.value)))
+    assert line.startswith("error: no space left while train was recorded (") and "run the same command again" in line
+    assert gate.explained("train", [DvcException("a"), ValueError("b")]) == ["error: a", "error: b"]

@@ -7,8 +7,10 @@ trusted; the remote is asked about this stage alone; and a remote that cannot be
 """
 
 import contextlib
+import errno
 import gc
 import json
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -53,20 +55,30 @@ def repair_rwlock() -> None:
             path.unlink()
 
 
+def explained(name: str, causes: list[BaseException]) -> list[str]:
+    """What is said of an error; of a stage that failed only how it ended, since the stage has said why."""
+    for cause in causes:
+        if isinstance(cause, StageCmdFailedError):
+            return [f"{name}: {cause}"]
+        if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
+            free = shutil.disk_usage(".").free / 2**20
+            return [f"error: no space left while {name} was recorded ({free:,.0f} MiB free here); finished work is kept: make "
+                    "room and run the same command again"]
+    return [f"error: {cause}" for cause in causes]
+
+
 def main(name: str) -> int:
-    """Waits while another DVC reads or writes this stage's files. An error is printed with its causes, exit code 1; of a
-    stage that failed it says how it ended, since the stage has said why."""
+    """Waits while another DVC reads or writes this stage's files. An error is printed with its causes, exit code 1."""
     gc.disable()  # a process of a second, a tenth of which went into looking for garbage
     said = False
     while True:
         try:
             bring_up_to_date(name)
             return 0
-        except DvcException as error:
+        except (DvcException, OSError) as error:
             causes = list(remote.causes(error))
             if not any(isinstance(cause, LockError) for cause in causes):
-                failed = [cause for cause in causes if isinstance(cause, StageCmdFailedError)]
-                for line in [f"{name}: {failed[0]}"] if failed else [f"error: {cause}" for cause in causes]:
+                for line in explained(name, causes):
                     print(line, file=sys.stderr, flush=True)
                 return 1
             if not said:
