@@ -31,6 +31,14 @@ def record(project, rows=6, answered=4, tokens=100):
     return bar
 
 
+def test_the_share_that_was_cut_is_one_of_prompts_not_of_turns(project):
+    bar = record(project, answered=1)
+    bar.answered(10, False, False)
+    bar.answered(10, False, True)
+    bar.__exit__(None, None, None)
+    assert "50% cut" in status.of_dataset("own")
+
+
 def test_a_run_as_others_see_it(project):
     bar = record(project)
     bar.failed("timeout")

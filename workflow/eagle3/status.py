@@ -28,7 +28,7 @@ class Status:
         self.path, self.start, self.last = path, time.monotonic(), 0.0
         self.bar = Progress(f"generate@{name}", wanted, "rows", done=done)
         self.state: dict[str, Any] = {"dataset": name, "process": [os.getpid(), start_time(os.getpid())],
-                                      "wanted": wanted, "done": done, "tokens": tokens, "answers": 0, "truncated": 0}
+                                      "wanted": wanted, "done": done, "tokens": tokens, "answered": 0, "truncated": 0}
         self.errors: Counter = Counter()
         self.made = 0  # tokens of this run
         self.minute: deque[tuple[float, int]] = deque()  # (time, tokens of this run until then)
@@ -44,9 +44,9 @@ class Status:
         self.bar.__exit__(kind)
 
     def answered(self, tokens: int, truncated: bool, finished: bool) -> None:
-        """Counts an answer; `finished`: it was the last one that its prompt wanted."""
+        """Counts an answer; `finished`: it was the last one of its prompt, as one that was cut always is."""
         self.made += tokens
-        self.state["answers"] += 1
+        self.state["answered"] += finished
         self.state["truncated"] += truncated
         self._count(finished, tokens)
 
@@ -94,8 +94,8 @@ def of_dataset(name: str) -> str:
                          f"{state['tokens_per_s']:,.0f} overall")
         if state["seconds_left"] is not None:
             parts.append(f"{duration(state['seconds_left'])} left")
-    if state["answers"]:
-        parts.append(f"{state['truncated'] / state['answers']:.0%} cut")
+    if state["answered"]:
+        parts.append(f"{state['truncated'] / state['answered']:.0%} cut")
     if state["errors"]:
         parts.append("errors: " + ", ".join(f"{reason} {count}" for reason, count in state["errors"].items()))
     ago = f"{duration(time.time() - state['updated'])} ago"
