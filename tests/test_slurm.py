@@ -93,27 +93,38 @@ def slurm(tmp_path_factory):
             (ETC / name).unlink()
 
 
-@pytest.mark.timeout(1200)
-def test_the_whole_job_runs_as_slurm_jobs_with_their_resources(tmp_path, slurm):
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("job", ["tiny", "embedded"])
+def test_the_whole_job_runs_as_slurm_jobs_with_their_resources(job, tmp_path, slurm):
     project = tiny.make_project(tmp_path / "project", {"one": (12, "generate")})
+    if job == "embedded":
+        shutil.copy(tiny.ROOT / "params.yaml", project)
+    names = sorted(tiny.read_params(project)["datasets"])
     profile = yaml.safe_load((project / "profiles/slurm/config.yaml").read_text())
     profile["set-threads"] = {rule: 1 for rule in profile["set-threads"]}  # what this machine has
     for resources in [profile["default-resources"], *profile["set-resources"].values()]:
-        resources["mem_mb"] = 3000
-    profile["default-resources"]["mem_mb"] = 2000
+        resources["mem_mb"] = 4000
     profile.update({"seconds-between-status-checks": 3, "slurm-init-seconds-before-status-checks": 3,
                     "slurm-status-command": "squeue"})  # there is no accounting here, and so no sacct
     (project / "profiles/slurm/config.yaml").write_text(yaml.safe_dump(profile))
+    before = len(jobs())
     subprocess.run([sys.executable, "-m", "snakemake", "--profile", "profiles/slurm", "drafter"], cwd=project,
-                   check=True, timeout=1100)
+                   check=True, timeout=1700)
     assert (project / "data/drafter/model.safetensors").exists()
-    jobs = subprocess.run(["scontrol", "show", "jobs", "--oneliner"], capture_output=True, text=True).stdout
-    lines = [dict(part.split("=", 1) for part in line.split() if "=" in part) for line in jobs.splitlines()]
-    assert len(lines) == 7  # target, prepare, generate, tokenize, extract, vocab, train
-    assert all(line["JobState"] == "COMPLETED" for line in lines), jobs
-    on_gpu = [line for line in lines if line["Partition"] == "gpu"]
-    assert len(on_gpu) == 3 and all("gpu:8" in line.get("TresPerNode", line.get("TRES", "")) for line in on_gpu)
+    ran = jobs()[before:]
+    assert len(ran) == 3 + 4 * len(names)  # target, vocab, train; prepare, generate, tokenize, extract of each data set
+    assert all(line["JobState"] == "COMPLETED" for line in ran), ran
+    on_gpu = [line for line in ran if line["Partition"] == "gpu"]
+    assert len(on_gpu) == 1 + 2 * len(names)
+    assert all("gpu:8" in line.get("TresPerNode", line.get("TRES", "")) for line in on_gpu)
     again = subprocess.run([sys.executable, "-m", "snakemake", "--profile", "profiles/slurm", "-n", "drafter"], cwd=project,
                            capture_output=True, text=True)
     assert "Nothing to be done" in again.stdout + again.stderr
-    assert json.loads((project / "data/drafter/training.json").read_text())["hidden_states"].keys() == {"one"}
+    assert sorted(json.loads((project / "data/drafter/training.json").read_text())["hidden_states"]) == names
+
+
+def jobs() -> list[dict[str, str]]:
+    """All jobs that this SLURM has had, in order."""
+    shown = subprocess.run(["scontrol", "show", "jobs", "--oneliner"], capture_output=True, text=True).stdout
+    found = [dict(part.split("=", 1) for part in line.split() if "=" in part) for line in shown.splitlines()]
+    return sorted((job for job in found if "JobId" in job), key=lambda job: int(job["JobId"]))
