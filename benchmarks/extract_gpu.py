@@ -258,7 +258,7 @@ class Bench:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", type=Path, default=Path("/tmp/target"))
+    parser.add_argument("--target", type=Path, required=True, help="a model folder")
     parser.add_argument("--records", type=Path, help="a records file; without it, random ids")
     parser.add_argument("--out", type=Path, help="where the bf16 states are kept, e.g. data/hidden_states/own")
     parser.add_argument("--tokens", type=int, default=2_000_000)
