@@ -8,6 +8,7 @@ import time
 
 import build_overhead
 import pytest
+import serving
 import tiny
 
 from scenarios.conftest import Project, at_once
@@ -94,19 +95,23 @@ def test_artifacts_are_stored_once(copy):
     at_once(*(lambda t=tool: check(copy(t), t) for tool in ("snakemake", "dvc")))
 
 
-def test_07_killed_in_the_middle_then_the_other_tool(copy):
-    """kill -9 of snakemake while generate runs: the stage dies, finished stages stay. Catalogue G07, H22, H01, G04."""
+@pytest.mark.parametrize("tool, other", [("snakemake", "dvc"), ("dvc", "snakemake")])
+def test_07_killed_in_the_middle_then_the_other_tool(copy, tool, other):
+    """kill -9 of a tool while generate runs: the stage dies, finished stages stay. Catalogue G07, H22, H01, G04."""
     project = copy("project")
     project.edit_params(datasets__one__max_samples=9, generate__sampling__temperature=0.5)
-    build = start(project, "snakemake", "--cores", "2", "bench")
+    assert project.stale() == {"prepare@one", "generate@one", "vocab"}
+    command = ["snakemake", "--cores", "2", "bench"] if tool == "snakemake" else ["dvc", "repro"]
+    build = start(project, *command)
     stage = wait_for_start(project, "generate@one")
     build.kill()
     build.wait()
     assert_all_end(project)
-    assert not os.path.exists(f"/proc/{stage}/fd")
+    assert serving.gone(stage)
     assert project.ran() == ["prepare@one", "generate@one"]
     assert "generate@one" in project.planned(), "no lock and no mark of the killed run is in the way"
-    project.dvc("repro")
+    assert "generate@one" in project.stale() and "prepare@one" not in project.stale()
+    project.build(other)
     assert project.ran()[0] == "generate@one" and "prepare@one" not in project.ran()
     project.assert_fresh()
 
@@ -175,6 +180,7 @@ def test_13_two_builds_at_once(copy):
     """A second snakemake refuses and names the first; dvc repro beside it refuses; the first ends whole."""
     project = copy("project")
     project.edit_params(train__lr=0.002)
+    assert project.stale() == {"train"} and project.planned() == {"train", "bench"}
     first = start(project, "snakemake", "--cores", "2", "bench")
     stage = wait_for_start(project, "train")
     os.kill(stage, signal.SIGSTOP)  # so that the first build lasts as long as the others look at it

@@ -89,6 +89,8 @@ def test_09_a_raised_cap_generates_the_difference(pair):
     def check(project, tool):
         rows = (project / "data/responses/one/raw_responses.jsonl").read_text().splitlines()
         project.edit_params(datasets__one__max_samples=9)
+        assert project.stale() == {"prepare@one", "generate@one", "vocab"}
+        assert {"prepare@one", "generate@one"} <= project.planned()
         said = project.build(tool)
         assert "generate@one: 9 wanted, 6 done, 3 to go" in said
         assert set(project.ran()) == {"prepare@one", "generate@one", "tokenize@one", "vocab", "extract@one", "train",

@@ -27,7 +27,8 @@ def pushed(copy, tmp_path):
 
 
 @pytest.mark.quick
-def test_02_03_clone_pull_and_edit(pushed):
+@pytest.mark.parametrize("tool", ["snakemake", "dvc"])
+def test_02_03_clone_pull_and_edit(pushed, tool):
     """A clone has none of Snakemake's records and arbitrary times. Catalogue G02, G14, G16, H11."""
     colleague = clone(pushed[0], "colleague", pushed[1])
     assert {"target", "train", "bench"} <= colleague.planned(), "nothing is there yet"
@@ -36,18 +37,20 @@ def test_02_03_clone_pull_and_edit(pushed):
     colleague.edit_params(train__lr=0.002)
     assert "train.lr 0.001 -> 0.002 (train)" in colleague.snakemake("-n", "bench")
     assert colleague.planned() == {"train", "bench"} and colleague.stale() == {"train"}
-    colleague.snakemake()
+    colleague.build(tool)
     assert colleague.ran() == ["train", "bench"]
     colleague.assert_fresh()
 
 
-def test_11_another_branch_and_back(copy):
+@pytest.mark.parametrize("tool", ["snakemake", "dvc"])
+def test_11_another_branch_and_back(copy, tool):
     """Times change, contents do not. Catalogue G10."""
     project = copy("project")
     project.git("checkout", "-q", "-b", "other")
     project.edit_params(bench__max_new_tokens=6)
     project.comment("workflow/eagle3/report.py")
-    project.dvc("repro")
+    assert project.stale() == {"bench"} and project.planned() == {"bench"}
+    project.build(tool)
     assert project.ran() == ["bench"]
     project.assert_fresh()
     project.git("commit", "-qam", "shorter answers")
@@ -57,7 +60,8 @@ def test_11_another_branch_and_back(copy):
         project.assert_fresh()
 
 
-def test_14_a_colleagues_result_is_pulled_not_computed(pushed):
+@pytest.mark.parametrize("tool", ["snakemake", "dvc"])
+def test_14_a_colleagues_result_is_pulled_not_computed(pushed, tool):
     """Their dvc.lock is unknown here: the run cache in the remote finds it by its inputs."""
     project, store = pushed
     colleague = clone(project, "colleague", store)
@@ -67,8 +71,11 @@ def test_14_a_colleagues_result_is_pulled_not_computed(pushed):
     assert colleague.ran() == ["bench"]
     colleague.dvc("push", "--run-cache")
     project.edit_params(bench__max_new_tokens=6)
-    said = project.snakemake()
-    assert "bench: fetching a result of the same inputs from the remote" in said
+    assert project.stale() == {"bench"} and project.planned() == {"bench"}
+    if tool == "snakemake":
+        assert "bench: fetching a result of the same inputs from the remote" in project.snakemake()
+    else:
+        project.dvc("repro", "--pull")
     project.assert_fresh()
     assert (project / "data/bench/report.json").read_text() == (colleague / "data/bench/report.json").read_text()
 
@@ -100,6 +107,7 @@ def test_17_an_unreachable_remote_is_a_warning(copy, tool):
     project.dvc("remote", "modify", "--local", "store", "access_key_id", "a")
     project.dvc("remote", "modify", "--local", "store", "secret_access_key", "b")
     project.edit_params(bench__max_new_tokens=6)
+    assert project.stale() == {"bench"} and project.planned() == {"bench"}
     said = project.build(tool)
     assert project.ran() == ["bench"]
     if tool == "snakemake":
