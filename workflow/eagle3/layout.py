@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 ALIGN = 16  # rows are padded to a multiple of it: fp8 products need that, and bf16 ones like it
 
@@ -48,74 +49,104 @@ class Layout:
 
 
 def plan(rows: list[dict[str, Any]], steps: int, pin: bool = False) -> Layout | None:
-    """The layout of sequences of a ShardSet; None if nothing in them is supervised."""
-    parts = [part for row in rows if (part := _sequence(row, steps)) is not None]
-    if not parts:
+    """The layout of sequences of a ShardSet; None if nothing in them is supervised.
+
+    It works on all tokens of the batch at once, a few dozen operations however many sequences there are: Python code here
+    holds back the thread that launches the device's kernels.
+    """
+    if not any(row["loss_mask"][2:].any() for row in rows):
         return None
-    sizes = {name: sum(len(p[name]) for p in parts) for name in ("tokens", "positions", "active", "targets")}
-    sizes["queries"] = sum(int(p["active"][-1] - p["active"][0]) + 1 for p in parts)
-    w, m, n, s = (-(-sizes[name] // ALIGN) * ALIGN for name in ("tokens", "positions", "active", "targets"))
-    first = parts[0]["row"]
-    found = {
-        "tokens": torch.zeros(w, dtype=torch.int64), "positions": torch.zeros(m, dtype=torch.int64),
-        "aux": torch.empty((m, first["aux"].shape[1]), dtype=first["aux"].dtype, pin_memory=pin),
-        "last": torch.empty((s, first["last"].shape[1]), dtype=first["last"].dtype, pin_memory=pin),
-        "context_tokens": torch.zeros(m, dtype=torch.int64), "rows": torch.zeros(n, dtype=torch.int64),
-        "step_tokens": torch.zeros((steps, n), dtype=torch.int64),
-        "step_readers": torch.full((steps, w), -1), "context_readers": torch.full((w,), -1),
-        "teachers": torch.full((steps, n), -1, dtype=torch.int32)}
-    for name, used in (("aux", sizes["positions"]), ("last", sizes["targets"])):
-        found[name][used:].zero_()
-    span, later = torch.empty(sizes["active"], dtype=torch.int64), torch.arange(steps).unsqueeze(1)  # [K, 1]
-    borders = {"query": [0], "key": [0]}
-    w0 = m0 = n0 = s0 = 0
-    for part in parts:
-        row, active, targets = part["row"], part["active"], part["targets"]
-        w1, m1, n1, s1 = w0 + len(part["tokens"]), m0 + len(part["positions"]), n0 + len(active), s0 + len(targets)
-        length, context = len(part["tokens"]), len(part["positions"])
-        found["tokens"][w0:w1] = part["tokens"]
-        found["positions"][m0:m1] = part["positions"]
-        found["aux"][m0:m1] = row["aux"][:context]
-        found["last"][s0:s1] = row["last"][targets - 1] if len(targets) else row["last"][:0]
-        found["context_tokens"][m0:m1] = w0 + part["positions"]
-        found["context_readers"][w0:w0 + context] = m0 + part["positions"]
-        found["rows"][n0:n1] = m0 + active
-        place = torch.full((steps + length,), -1)  # active row of position i - steps
-        place[steps + active] = torch.arange(n0, n1)
-        teacher = torch.full((len(row["input_ids"]) + steps + 2,), -1, dtype=torch.int32)
-        teacher[targets] = torch.arange(s0, s1, dtype=torch.int32)
-        found["step_tokens"][:, n0:n1] = w0 + (active + later).clamp(max=length - 1)
-        found["step_readers"][:, w0:w1] = place[steps + torch.arange(length) - later]
-        found["teachers"][:, n0:n1] = teacher[active + 2 + later]
-        span[n0:n1] = borders["query"][-1] + active - active[0]
-        borders["query"].append(borders["query"][-1] + int(active[-1] - active[0]) + 1)
-        borders["key"].append(m1)
-        w0, m0, n0, s0 = w1, m1, n1, s1
-    longest = tuple(max(b - a for a, b in zip(x, x[1:])) for x in borders.values())
+    batch = _Batch(rows, steps)
+    sequence, position, active = batch.sequence, batch.position, batch.active
+    later = torch.arange(steps).unsqueeze(1)  # [K, 1]
+    tokens, context, targets = (kept.nonzero().flatten() for kept in (batch.is_token, batch.is_context, batch.is_target))
+    sizes = {"tokens": len(tokens), "positions": len(context), "active": len(active), "targets": len(targets)}
+    w, m, n, s = (-(-size // ALIGN) * ALIGN for size in sizes.values())
+    token_row, context_row, target_row = (_numbered(kept) for kept in (batch.is_token, batch.is_context, batch.is_target))
+    active_row = _numbered(batch.is_active)
+
+    # At step k an active row reads the token k + 1 places on, or the last one that its sequence has.
+    read = torch.minimum(active + 1 + later, batch.last_token[sequence[active]])
+    reader = tokens - 1 - later
+    drafted = active + 2 + later
+    exists = position[active] + 2 + later < batch.lengths[sequence[active]]
+    query_borders, span = _queries(active, sequence, len(rows))
+    keys = batch.context_lengths[batch.context_lengths > 0]
+    key_borders = functional.pad(keys.cumsum(0), (1, 0))
+    sizes["queries"] = int(query_borders[-1])
+    aux = torch.empty((m, rows[0]["aux"].shape[1]), dtype=rows[0]["aux"].dtype, pin_memory=pin)
+    last = torch.empty((s, rows[0]["last"].shape[1]), dtype=rows[0]["last"].dtype, pin_memory=pin)
+    m0 = s0 = 0
+    for row, length, mine in zip(rows, batch.context_lengths.tolist(), batch.targets_by_row):
+        aux[m0:m0 + length] = row["aux"][:length]
+        torch.index_select(row["last"], 0, mine - 1, out=last[s0:s0 + len(mine)])
+        m0, s0 = m0 + length, s0 + len(mine)
+    aux[m0:].zero_()
+    last[s0:].zero_()
     layout = Layout(
-        **found, counts=(found["teachers"] >= 0).sum(1).float(), span=None if sizes["queries"] == n0 else span,
-        query_borders=torch.tensor(borders["query"], dtype=torch.int32),
-        key_borders=torch.tensor(borders["key"], dtype=torch.int32), longest=longest, sizes=sizes,
-        names=[part["row"]["id"] for part in parts])
+        tokens=_padded(torch.cat([row["input_ids"] for row in rows])[tokens].long(), w), aux=aux, last=last,
+        positions=_padded(position[context], m), context_tokens=_padded(token_row[context + 1], m),
+        rows=_padded(context_row[active], n), step_tokens=_padded(token_row[read], n),
+        step_readers=_padded(torch.where(position[tokens] - 1 >= later, active_row[reader.clamp(min=0)], -1), w, -1),
+        context_readers=_padded(context_row[tokens - 1], w, -1),
+        teachers=_padded(torch.where(exists, target_row[drafted.clamp(max=len(position) - 1)], -1), n, -1).int(),
+        counts=torch.empty(0), query_borders=query_borders.int(), key_borders=key_borders.int(),
+        span=None if sizes["queries"] == len(active) else span,
+        longest=(int(query_borders.diff().max()), int(keys.max())), sizes=sizes,
+        names=[row["id"] for row, length in zip(rows, batch.context_lengths.tolist()) if length])
+    layout = replace(layout, counts=(layout.teachers >= 0).sum(1).float())
     return _pinned(layout) if pin else layout
 
 
-def _sequence(row: dict[str, Any], steps: int) -> dict[str, Any] | None:
-    """Active and context positions of one sequence."""
-    mask = row["loss_mask"].bool()
-    length = len(mask)
-    targets = mask.nonzero().flatten()
-    targets = targets[targets >= 2]
-    drafting = targets - 2 - torch.arange(steps).unsqueeze(1)  # [K, targets] position that drafts it at each step
-    alive = torch.zeros(length, dtype=torch.bool)
-    alive[drafting[drafting >= 0]] = True
-    active = alive.nonzero().flatten()
-    if not len(active):
-        return None
-    context = int(active[-1]) + 1
-    read = min(context - 1 + steps, length - 1)  # tokens 1..read
-    return {"row": row, "active": active, "targets": targets, "positions": torch.arange(context),
-            "tokens": row["input_ids"][1:read + 1].long()}
+class _Batch:
+    """What the N tokens of all sequences are: [N] flags, and where in the batch each sequence's tokens lie."""
+
+    def __init__(self, rows: list[dict[str, Any]], steps: int):
+        self.lengths = torch.tensor([len(row["loss_mask"]) for row in rows])  # [sequences]
+        total = int(self.lengths.sum())
+        starts = self.lengths.cumsum(0) - self.lengths
+        self.sequence = torch.repeat_interleave(self.lengths, output_size=total)
+        self.position = torch.arange(total) - starts[self.sequence]
+        supervised = torch.cat([row["loss_mask"].bool() for row in rows])
+        self.is_target = supervised & (self.position >= 2)
+        targets = self.is_target.nonzero().flatten()
+        self.is_active = torch.zeros(total, dtype=torch.bool)
+        for k in range(steps):  # step k drafts target u from u - 2 - k
+            self.is_active[(targets - 2 - k)[self.position[targets] >= 2 + k]] = True
+        self.active = self.is_active.nonzero().flatten()
+        # A sequence's context ends with its last active position; it reads `steps` tokens more, as far as there are any.
+        self.context_lengths = torch.zeros_like(self.lengths)
+        self.context_lengths.scatter_reduce_(0, self.sequence[self.active], self.position[self.active] + 1, "amax")
+        self.is_context = self.position < self.context_lengths[self.sequence]
+        last_token = torch.minimum(self.context_lengths - 1 + steps, self.lengths - 1)
+        self.last_token = starts + last_token
+        self.is_token = (self.position >= 1) & (self.position <= last_token[self.sequence]) & (
+            self.context_lengths[self.sequence] > 0)
+        counts = torch.bincount(self.sequence[targets], minlength=len(rows))
+        self.targets_by_row = self.position[targets].split(counts.tolist())
+
+
+def _numbered(kept: Tensor) -> Tensor:
+    """[N] number of a token among those that are kept, else -1."""
+    return torch.where(kept, kept.cumsum(0) - 1, -1)
+
+
+def _padded(values: Tensor, size: int, filler: int = 0) -> Tensor:
+    """`values` [.., n] as [.., size]."""
+    return functional.pad(values, (0, size - values.shape[-1]), value=filler)
+
+
+def _queries(active: Tensor, sequence: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """(borders [S+1] of the query rows of sequences that have any, query row [n] of an active token).
+
+    A sequence's queries are the positions from its first active one to its last.
+    """
+    first, found = torch.full((count,), torch.iinfo(torch.int64).max), torch.full((count,), -1)
+    first.scatter_reduce_(0, sequence[active], active, "amin")
+    found.scatter_reduce_(0, sequence[active], active, "amax")
+    lengths = torch.where(found >= 0, found - first + 1, 0)
+    starts = lengths.cumsum(0) - lengths
+    return functional.pad(lengths[lengths > 0].cumsum(0), (1, 0)), starts[sequence[active]] + active - first[sequence[active]]
 
 
 def _pinned(layout: Layout) -> Layout:

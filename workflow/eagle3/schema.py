@@ -301,7 +301,7 @@ class Runtime(Section):
     keep_checkpoints: int = Field(2, ge=1, description="Checkpoints that are kept.")
     processes: int = Field(1, ge=1, description="Processes of training on this machine, one per GPU.")
     parallel: Literal["ddp", "fsdp"] = Field("ddp", description="Whole weights in each process, or shared out (FSDP2).")
-    loader_threads: int = Field(2, ge=0, description="Threads that prepare batches ahead of training.")
+    loader_threads: int = Field(4, ge=0, description="Threads that prepare batches ahead of training.")
     trackers: list[Literal["tensorboard", "wandb"]] = Field(
         [], description="Where the curves of training go besides CSV and JSON.")
     reserve_bytes: int = Field(2**30, ge=0, description="Disk space that must stay free.")
