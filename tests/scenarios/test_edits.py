@@ -54,7 +54,7 @@ def test_05_06_temperature_there_and_back(pair):
         assert ran[:2] == ["generate@one", "tokenize@one"] and set(ran[2:]) == {"vocab", "extract@one", "train", "bench"}
         project.assert_fresh()
         project.edit_params(generate__sampling__temperature=0)
-        assert "generate@one" in project.planned()
+        assert "generate@one" in project.planned() and project.stale() == {"generate@one"}
         project.build(tool)
         project.assert_fresh()
 
@@ -69,12 +69,13 @@ def test_08_a_data_set_comes_and_goes(pair, tmp_path):
         before = (project / "params.yaml").read_text()
         project.edit_params(datasets__more={"answers": "on_policy", "source": {"path": str(rows)}, "max_samples": 4})
         assert "datasets.more added (vocab)" in project.snakemake("-n", "bench")
+        assert {"prepare@more", "generate@more", "vocab"} <= project.stale()
         project.build(tool)
         ran = project.ran()
         assert sorted(ran) == sorted([*(f"{stage}@more" for stage in CHAIN), "vocab", "train", "bench"])
         project.assert_fresh()
         (project / "params.yaml").write_text(before)
-        assert {"vocab", "train", "bench"} <= project.planned()
+        assert {"vocab", "train", "bench"} <= project.planned() and "vocab" in project.stale()
         left = ("records/more.parquet", "hidden_states/more", "responses/more")
         assert all((project / "data" / name).exists() for name in left), "a dry run removes nothing"
         project.build(tool)
