@@ -43,7 +43,7 @@ from eagle3.target import Target, describe
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 FLAGS = {"attention-backend": "triton", "sampling-backend": "pytorch", "grammar-backend": "none",
-         "mem-fraction-static": 0.5, "cuda-graph-max-bs": 8}
+         "mem-fraction-static": 0.5, "cuda-graph-max-bs-decode": 8}
 LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
             "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192}
 

@@ -35,7 +35,7 @@ from eagle3 import prompts as prompt_files  # noqa: E402
 from eagle3.server import FOLDER  # noqa: E402
 
 FLAGS = {"attention-backend": "triton", "sampling-backend": "pytorch", "grammar-backend": "none",
-         "disable-piecewise-cuda-graph": True, "mem-fraction-static": 0.5, "cuda-graph-max-bs": 128}
+         "disable-piecewise-cuda-graph": True, "mem-fraction-static": 0.5, "cuda-graph-max-bs-decode": 128}
 
 
 def write_params(work: Path, arguments, cap: int | None) -> list[str]:

@@ -50,8 +50,8 @@ class Servers:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        arguments = [part for name, value in flags.items() if value is not False
-                     for part in ([f"--{name}"] if value is True else [f"--{name}", str(value)])]
+        arguments = [part for name, value in flags.items() if value is not False for part in (
+            [f"--{name}"] if value is True else [f"--{name}", *map(str, value if isinstance(value, list) else [value])])]
         log = self.folder / f"server-{len(self.running)}.log"
         with open(log, "w") as file:
             process = subprocess.Popen(
@@ -152,7 +152,7 @@ def main() -> None:
     environment = {"PYTHONPATH": arguments.python_path, "HF_HUB_OFFLINE": "1"} if arguments.python_path else {}
     most = max(arguments.batch_sizes)
     common = {**COMMON, "model-path": str(arguments.target), "dtype": arguments.dtype,
-              "max-running-requests": most, "cuda-graph-max-bs": most}
+              "max-running-requests": most, "cuda-graph-max-bs-decode": most}
     with tempfile.TemporaryDirectory() as work:
         target = open_target(arguments.target, Path(work), arguments.dtype)
         prompts, counts = held_out.collect(arguments.records, arguments.prompts, held_out.trained_prompts(arguments.records))

@@ -28,7 +28,7 @@ def arguments(command_line: list[str]) -> argparse.Namespace:
     parser.add_argument("--speculative-algorithm")
     parser.add_argument("--speculative-draft-model-path")
     for name in ("speculative-num-steps", "speculative-eagle-topk", "speculative-num-draft-tokens", "max-running-requests",
-                 "cuda-graph-max-bs", "random-seed", "context-length"):
+                 "cuda-graph-max-bs-decode", "random-seed", "context-length"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--wrong", choices=KINDS, default="")
     return parser.parse_known_args(command_line)[0]

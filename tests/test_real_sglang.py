@@ -8,13 +8,16 @@ import os
 import random
 import shlex
 import signal
+import subprocess
 import time
 
 import pytest
 import serving
-from eagle3 import schema, server, status, supervisor
+import sglang_server
+from eagle3 import schema, server, sglang_bench, status, supervisor
 from eagle3.engines import Request
 from eagle3.errors import Refusal
+from eagle3.measuring import Variant
 from eagle3.render import Renderer
 from eagle3.sglang_engine import SGLangEngine
 from eagle3.transformers_engine import TransformersEngine
@@ -145,3 +148,14 @@ def test_nothing_is_left_of_it(embedded, settings, in_tmp):  # noqa: F811
     other.kill()
     other.wait()
     wait_until(lambda: all(map(gone, [*members, state["supervisor"][0]])), 60)
+
+
+def test_every_flag_that_a_bench_gives_is_one_of_this_version(learnt):
+    """Flags are renamed between versions, and argparse refuses an ambiguous beginning of one; a CPU cannot go further."""
+    plan = sglang_bench.Plan([Variant("3-1-4", learnt.folder, 3)], [1, 8], 64)
+    given = [part for name, value in plan.flags(plan.variants[0], {}).items() for part in (f"--{name}", str(value))]
+    code = "import argparse, sys; from sglang.srt.server_args import ServerArgs; parser = argparse.ArgumentParser(); " \
+           "ServerArgs.add_cli_args(parser); print(parser.parse_args(sys.argv[1:]).cuda_graph_max_bs_decode)"
+    done = subprocess.run([sglang_server.python(), "-c", code, "--model-path", "x", *given], text=True, capture_output=True,
+                          env={**os.environ, **sglang_server.ENVIRONMENT})
+    assert done.returncode == 0 and done.stdout.split()[-1] == "8", done.stderr[-2000:]

@@ -84,7 +84,7 @@ def test_arms_differ_by_speculation_only_and_order_turns_round(matrix):
     servers, _, measured = matrix
     assert [flags.get("speculative-num-steps") for flags in servers.started] == [None, 3, 1, 1, 3, None]
     common = [{k: v for k, v in flags.items() if not k.startswith("speculative")} for flags in servers.started]
-    assert all(flags == {"max-running-requests": 3, "cuda-graph-max-bs": 3, "random-seed": 0} for flags in common)
+    assert all(flags == {"max-running-requests": 3, "cuda-graph-max-bs-decode": 3, "random-seed": 0} for flags in common)
     rows = measured.arms["3-1-4", 1].rows
     assert [row.id for row in rows[:8]] == list("01233210")
     assert sorted(measured.arms["3-1-4", 1].walls) == [0, 1, 2, 3]

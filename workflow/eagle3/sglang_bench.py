@@ -33,7 +33,7 @@ class Plan:
         """launch_server flags of a variant, or of the baseline. What SGLang would choose by itself, and differently once it
         speculates, is always given."""
         most = max(self.concurrencies)
-        chosen = {"max-running-requests": most, "cuda-graph-max-bs": most, "random-seed": 0, **common}
+        chosen = {"max-running-requests": most, "cuda-graph-max-bs-decode": most, "random-seed": 0, **common}
         return chosen | variant.flags() if variant else chosen
 
 
