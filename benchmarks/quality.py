@@ -134,11 +134,14 @@ def specforge(arm: Arm) -> list[dict]:
 
 def padded(rows: list[dict], compute: torch.dtype, length: int | None) -> dict[str, torch.Tensor]:
     """A batch as SpecForge's collator and target head make it: ids and states of the target moved left by one, the mask not
-    moved, its last position off. `length`: of all batches, so that its kernels are compiled once."""
+    moved, its last position off. `length`: of all batches, and sequences of nothing up to a multiple of 16, so that its kernels
+    are compiled for few shapes."""
+    count = -(-len(rows) // 16) * 16 if length else len(rows)
     length = length or max(len(row["input_ids"]) for row in rows)
 
-    def stack(values: list[torch.Tensor], left: int) -> torch.Tensor:
-        out = torch.zeros(len(values), length, *values[0].shape[1:], dtype=values[0].dtype)
+    def stack(values: list[torch.Tensor], left: int, empty: int = 0) -> torch.Tensor:
+        out = torch.zeros(count, length, *values[0].shape[1:], dtype=values[0].dtype)
+        out[len(values):] = empty
         for place, value in enumerate(values):
             out[place, : len(value) - left] = value[left:]
         return out.to(DEVICE)
@@ -147,7 +150,7 @@ def padded(rows: list[dict], compute: torch.dtype, length: int | None) -> dict[s
     for mask in masks:
         mask[-1] = 0
     return {"input_ids": stack([row["input_ids"].long() for row in rows], 1),
-            "attention_mask": stack([torch.ones_like(mask) for mask in masks], 0),
+            "attention_mask": stack([torch.ones_like(mask) for mask in masks], 0, empty=1),
             "loss_mask": stack(masks, 0).unsqueeze(-1),
             "hidden_states": stack([row["aux"].to(compute) for row in rows], 0),
             "target_hidden_for_compact": stack([row["last"].to(compute) for row in rows], 1)}

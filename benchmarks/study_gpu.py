@@ -4,11 +4,12 @@
 
 Lays a project out in --work and runs the product's own stages in it; SGLang answers. FOLDER holds the source files of
 params.yaml's data sets (their base names). Beside the server, which has the first GPU, the last one makes the prompts
-(self_prompts.py) and measures what is in --beside. Then quality.py trains the arms of ARMS on all GPUs, and serve_gpu.py
-serves those of SERVED. Every phase prints when it began; DIR gets what each benchmark writes.
+(self_prompts.py) and measures what is in --beside. Then quality.py trains the arms of ARMS, and serve_gpu.py serves those of
+SERVED. Every phase prints when it began; DIR gets what each benchmark writes.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
@@ -123,13 +124,14 @@ class Study:
             with servers.serve(flags):
                 assert ready(url)
                 self.say("server ready")
-                self.each(2, lambda name, gpu: self.stage("generate", name, "--prompts", f"data/prompts/{name}.parquet", "--out",
+                self.each(4, lambda name, gpu: self.stage("generate", name, "--prompts", f"data/prompts/{name}.parquet", "--out",
                                                           f"data/responses/{name}"), sorted(self.names, reverse=True))
         finally:
             servers.stop()
         self.say("answers")
         for one in beside:
-            one.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it goes on beside what follows
+                one.wait(self.options.patience)
         self.say("what ran beside")
 
     def beside(self) -> list[subprocess.Popen]:
@@ -152,20 +154,36 @@ class Study:
             self.stage("extract", *words, f"data/hidden_states/{name}", gpu=gpu)
             self.stage("extract", *words, f"states-fp8/{name}", "--params", "params-fp8.yaml", gpu=gpu)
 
-        self.each(max(len(self.gpus), 1), extract)
+        self.each(8 if self.gpus else 1, extract)
         tokens = sum(json.loads(p.read_text())["tokens"] for p in (self.work / "data/hidden_states").glob("*/manifest.json"))
         self.say(f"states of {tokens:,} tokens")
 
     def train(self) -> None:
+        """The drafters to serve on the first GPU, and beside them the comparison on the last one, which `compared` waits for."""
+        served = [name for name in self.options.arms if ARMS[name].endswith("=U")]
+        others = [name for name in self.options.arms if name not in served]
+        with ThreadPoolExecutor(1) as pool:
+            self.comparison = pool.submit(self.quality, others, -1, "compared")
+            if len(self.gpus) < 2:
+                self.comparison.result()
+            self.quality(served, 0, "trained")
+            self.say("trained")
+            self.serve()
+        self.comparison.result()
+        self.say("compared")
+
+    def quality(self, arms: list[str], gpu: int, name: str) -> None:
         options = self.options
+        if not arms:
+            return
         marks = {"U": options.updates, "P": options.peer_updates, "STATES8": "states-fp8"}
         words = []
-        for name in options.arms:
-            settings = dict(part.split("=") for part in ARMS[name].split(","))
-            words += ["--arm", f"{name}:" + ",".join(f"{key}={marks.get(value, value)}" for key, value in settings.items())]
-        self.run(str(ROOT / "benchmarks/quality.py"), *words, "--every", options.every, "--at-once", options.at_once, "--gpus",
-                 options.gpus, "--out", self.out, "--export", self.work / "drafters", cwd=self.work)
-        self.say("trained")
+        for arm in arms:
+            settings = dict(part.split("=") for part in ARMS[arm].split(","))
+            words += ["--arm", f"{arm}:" + ",".join(f"{key}={marks.get(value, value)}" for key, value in settings.items())]
+        words += ["--gpus", self.gpus[gpu]] if self.gpus else []
+        self.run(str(ROOT / "benchmarks/quality.py"), *words, "--every", options.every, "--at-once", options.at_once, "--out",
+                 self.out / name, "--export", self.work / "drafters", cwd=self.work)
 
     def serve(self) -> None:
         options = self.options
@@ -201,12 +219,13 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=16384)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
-    parser.add_argument("--updates", type=int, default=3000)
-    parser.add_argument("--peer-updates", type=int, default=1000)
+    parser.add_argument("--updates", type=int, default=2500)
+    parser.add_argument("--peer-updates", type=int, default=600)
     parser.add_argument("--every", type=int, default=250)
-    parser.add_argument("--at-once", type=int, default=8)
+    parser.add_argument("--at-once", type=int, default=4, help="arms on one GPU")
+    parser.add_argument("--patience", type=float, default=60, help="seconds to wait for --beside after the answers")
     parser.add_argument("--serve", default="", help="further words for serve_gpu.py")
-    parser.add_argument("--phases", nargs="+", default=["answers", "states", "train", "serve"])
+    parser.add_argument("--phases", nargs="+", default=["answers", "states", "train"], choices=["answers", "states", "train", "serve"])
     parser.add_argument("--work", type=Path, default=Path(".work/study"))
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".work/study-out")))
     options = parser.parse_args()

@@ -36,7 +36,9 @@ from train_throughput import FULL, TINY, make_drafter, make_rows
 
 EMBEDDED = {"hidden_size": 576, "vocab_size": 49152, "intermediate_size": 4096, "num_attention_heads": 9,
             "num_key_value_heads": 3, "head_dim": 64, "draft": 16384, "length": 600, "steps": 4}
-SIZES = {"large": FULL, "embedded": EMBEDDED, "tiny": TINY}
+MEDIUM = {"hidden_size": 2048, "vocab_size": 32000, "intermediate_size": 8192, "num_attention_heads": 32,
+          "num_key_value_heads": 8, "head_dim": 64, "draft": 16000, "length": 2048, "steps": 4}
+SIZES = {"large": FULL, "medium": MEDIUM, "embedded": EMBEDDED, "tiny": TINY}
 
 
 def make_shards(folder: Path, size: dict, tokens: int) -> None:
