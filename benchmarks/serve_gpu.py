@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import json
 import os
+import random
 import shlex
 import signal
 import socket
@@ -47,9 +48,7 @@ class Servers:
         key = json.dumps(flags, sort_keys=True)
         if key in self.running:
             return key
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         arguments = [part for name, value in flags.items() if value is not False for part in (
             [f"--{name}"] if value is True else [f"--{name}", *map(str, value if isinstance(value, list) else [value])])]
         log = self.folder / f"server-{len(self.running)}.log"
@@ -77,6 +76,15 @@ class Servers:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def free_port() -> int:
+    """A free port that leaves room above it: SGLang also takes the one 10,000 further on."""
+    for port in random.sample(range(20000, 50000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise Refusal("100 ports between 20000 and 50000 are taken")
 
 
 def ready(url: str) -> bool:
