@@ -92,7 +92,7 @@ def test_everything_is_there_once(in_tmp, target, model):
     assert [e["bytes"] for e in manifest["shards"]] == [p.size for p in planned]
     assert [(out / e["file"]).stat().st_size for e in manifest["shards"]] == [p.size for p in planned]
     assert len(planned) > 2 and sorted(capture.extracted) == sorted(f"r{n}" for n in range(20))
-    assert manifest["checks"]["records"] == 3 and manifest["checks"]["cosine_alone_and_batched"] > 0.9999
+    assert manifest["checks"]["records"] == 3 and manifest["checks"]["difference_alone_and_batched"] < 0.001
     assert not (in_tmp / ".work/extract/one/shards").exists()
     row = shards.ShardSet([out], "train", {})[3]
     with torch.no_grad():
@@ -290,6 +290,21 @@ def test_mixed_up_requests_are_noticed(in_tmp, target, model):
     with pytest.raises(Refusal, match="captured alone and in a batch differ"):
         extract(target, model, same_length(in_tmp / "r.parquet"), in_tmp / "out", capture=Mixed(model))
     assert not (in_tmp / "out").exists()
+
+
+def test_a_shift_is_told_from_the_rounding_of_another_batch():
+    """One channel towers over the others, nearly the same for every token: by cosine all tokens are alike. Numbers that differ
+    by 6 %, as in a deep bf16 model, are the same states; those of the token beside them are not."""
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(40, 64, generator=generator)
+    states[:, 7] = 900 + states[:, 7]
+    noisy = states + 0.06 * torch.randn(40, 64, generator=generator)
+    shifted = torch.cat([states[1:], states[:1]])
+    assert torch.cosine_similarity(states, shifted, dim=-1).min() > 0.999
+    pair = {"aux": states, "last": states}
+    assert 0.04 < module._agreement([(pair, {"aux": noisy, "last": noisy})]) < 0.08
+    with pytest.raises(Refusal, match="captured alone and in a batch differ.*largest difference: [12]"):
+        module._agreement([(pair, {"aux": shifted, "last": shifted})])
 
 
 def test_missing_states_name_the_prefix_cache(in_tmp, target, model):
