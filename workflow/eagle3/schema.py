@@ -274,7 +274,8 @@ class Server(Section):
     command: list[str] | None = Field(None, description="Whole command instead of `python -m sglang.launch_server`.")
     endpoints: list[str] = Field([], description="Servers that already run; if given, none is started.")
     host: str = Field("127.0.0.1", description="Address to listen on.")
-    port: int = Field(30000, description="Port to listen on.", ge=1, le=65535)
+    port: int = Field(30000, description="Port to listen on; some versions of SGLang also take the one 10,000 further on, so stay "
+                                         "under 55,536.", ge=1, le=65535)
     flags: dict[str, bool | int | float | str] = Field(
         {}, description="Flags of launch_server, without dashes in front: `tp-size: 8`; true for a bare flag.")
     environment: dict[str, str | int] = Field({}, description="Environment variables, for example NCCL_PROTO: LL.")
