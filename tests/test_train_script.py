@@ -72,7 +72,7 @@ def test_sigterm_saves_and_the_same_command_continues(project):
     first.send_signal(signal.SIGTERM)
     said = first.communicate(timeout=120)[0]
     assert first.returncode == 130 and "the same command continues it" in said
-    kept = [int(p.stem.split("-")[1]) for p in (project / ".work/train").glob("update-*.pt")]
+    kept = [int(p.stem.split("-")[1]) for p in (project / ".work/train").glob("*/update-*.pt")]
     assert len(kept) == 1 and kept[0] > 0
     second = start(project)
     while f"continues at update {kept[0]} of" not in (line := second.stdout.readline()):

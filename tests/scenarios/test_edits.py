@@ -61,6 +61,18 @@ def test_05_06_temperature_there_and_back(pair):
     everywhere(pair, check)
 
 
+@pytest.mark.quick
+def test_06_there_and_back_while_only_the_drafter_is_built(copy):
+    """The report further down is stale in between and fresh again at the end; nothing ran for it, so Snakemake must ask."""
+    project = copy("project")
+    project.edit_params(train__lr=3e-3)
+    project.snakemake("drafter")
+    assert project.ran() == ["train"] and project.stale() == {"bench"} and project.planned() == {"bench"}
+    project.git("checkout", "-q", "params.yaml")
+    project.snakemake("drafter")
+    project.assert_fresh()
+
+
 def test_08_a_data_set_comes_and_goes(pair, tmp_path):
     """Its own chain, then what reads all data sets; removed again, nothing is left of it and nothing executes."""
     rows = tiny.make_rows(tmp_path / "more.jsonl", 8, seed=2, answered=True)

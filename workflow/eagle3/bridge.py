@@ -32,6 +32,7 @@ class Bridge:
             known = {"stamp": stamp, **keys.learn(write=self.is_main)}
             _write(KNOWN, json.dumps(known))
         self.stamp: str = stamp
+        self.stages: list[str] = known["stages"]
         self.datasets: list[str] = known["datasets"]
         self.code: dict[str, list[str]] = known["code"]
         if self.is_main:
@@ -56,9 +57,10 @@ class Bridge:
         for path in orphans.remove(Path("data").glob("*") if self.is_main else (), self.datasets):
             say(f"removed {path}: params.yaml no longer has this data set")
 
-    def remember(self) -> None:
-        """A build ended well: Snakemake knows the present state. After a failure it asks DVC the next time."""
-        if self.is_main:
+    def remember(self, built: set[str]) -> None:
+        """A build of the stages `built` ended well: if these are all, Snakemake knows the present state. After a failure, or
+        where stages further down were not looked at, it asks DVC the next time."""
+        if self.is_main and built >= set(self.stages):
             _write(SEEN, _stamp() + _fingerprint())
 
     def last_words(self) -> None:
@@ -66,7 +68,7 @@ class Bridge:
         for log in sorted(Path("logs").rglob("*.log")):
             if self.is_main and log.stat().st_mtime >= RUNNING.stat().st_mtime:
                 lines = log.read_text(errors="replace").splitlines()
-                refused = [line for line in lines if line.startswith("error: ")]
+                refused = [line for line in lines if line.startswith(("error: ", "interrupted; "))]
                 for line in refused or [line for line in lines[-1:] if ": failed to run: " in line]:
                     say(f"{log}: {line.removeprefix('error: ')}")
 

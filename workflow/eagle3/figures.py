@@ -203,6 +203,7 @@ def compare_outputs(baseline: list[Served], speculative: list[Served]) -> dict[s
         "compared": len(pairs), "equal": sum(a == b for a, b in pairs),
         "common_prefix_share": sum(prefixes) / len(prefixes) if prefixes else None,
         "equal_to_itself": {arm: sum(all(a == found[0] for a in found) for found in known.values())
+                            if any(len(found) > 1 for found in known.values()) else None
                             for arm, known in zip(("baseline", "speculative"), answers)},
     }
 

@@ -66,8 +66,9 @@ def explain_differences(cell: dict[str, Any]) -> str:
         return f"All {outputs['compared']} greedy outputs of both arms are equal."
     itself = outputs["equal_to_itself"]["baseline"]
     text = (f"{differing} of {outputs['compared']} greedy outputs differ between the arms; the arms agree on "
-            f"{outputs['common_prefix_share']:.0%} of an answer on average before they part. The baseline repeats itself "
-            f"exactly for {itself} of {outputs['compared']} prompts.")
+            f"{outputs['common_prefix_share']:.0%} of an answer on average before they part.")
+    if itself is not None:
+        text += f" The baseline repeats itself exactly for {itself} of {outputs['compared']} prompts."
     if gaps := cell.get("difference_gaps"):
         text += (f" Where they part, the target's logits of the two tokens lie {gaps['median']:.3f} apart (median; 95 % "
                  f"under {gaps['p95']:.3f}).")

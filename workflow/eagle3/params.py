@@ -73,6 +73,8 @@ def _explain(path, item: dict) -> str:
     if item["type"] == "missing":
         return f"{path}: {key} is missing"
     value = item.get("input")
+    if item["type"] == "string_pattern_mismatch" and item["loc"][-1] == "[key]":
+        return f"{path}: {key}: names of data sets hold letters, digits, _ . - and begin with a letter or a digit"
     shown = f" is {value!r}" if not isinstance(value, (dict, BaseModel)) else ""
     return f"{path}: {key}{shown}: {message[0].lower() + message[1:]}"
 

@@ -26,14 +26,15 @@ class Product:
         return torch.addmm(add, x, self.weight.T, out=out) if out is not None else torch.addmm(add, x, self.weight.T)
 
     def backward(self, dy: Tensor) -> Tensor:
-        """[n, out] -> [n, in]."""
-        return _scaled(dy, self.backward8) if self.fp8 else torch.mm(dy, self.weight)
+        """[n, out] -> [n, in]. In fp8 with sums in fp32: a Hopper GPU's own fp8 sums have about 14 bits and drop what is smaller.
+        Of a gradient over the draft vocabulary that is the whole tail, on the same side for every token."""
+        return _scaled(dy, self.backward8, fast_sums=False) if self.fp8 else torch.mm(dy, self.weight)
 
 
-def _scaled(x: Tensor, weight8: tuple[Tensor, Tensor], out: Tensor | None = None) -> Tensor:
+def _scaled(x: Tensor, weight8: tuple[Tensor, Tensor], out: Tensor | None = None, fast_sums: bool = True) -> Tensor:
     x8, scale = quantize(x)
     weight, weight_scale = weight8  # [out, in], [out, 1]
-    return torch._scaled_mm(x8, weight.T, scale_a=scale, scale_b=weight_scale.T, out_dtype=x.dtype, use_fast_accum=True,
+    return torch._scaled_mm(x8, weight.T, scale_a=scale, scale_b=weight_scale.T, out_dtype=x.dtype, use_fast_accum=fast_sums,
                             out=out)
 
 

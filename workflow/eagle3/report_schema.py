@@ -78,7 +78,7 @@ class Outputs(Form):
     compared: int = Field(description="Prompts that both arms answered.")
     equal: int = Field(description="Prompts with the same answer, token for token.")
     common_prefix_share: float | None = Field(description="Share of an answer before the first difference, on average.")
-    equal_to_itself: dict[str, int] = Field(description="By arm: prompts whose repeats are all equal.")
+    equal_to_itself: dict[str, int | None] = Field(description="By arm: prompts whose repeats are all equal; null without repeats.")
 
 
 class Figures(Form):
@@ -152,7 +152,7 @@ class Trained(Form):
 
 
 class Report(Form):
-    """report.json."""
+    """All figures of a bench; report.html is drawn from it."""
 
     version: int = Field(alias="schema", description="Version of this form.")
     engine: str = Field(description="transformers or sglang.")

@@ -36,10 +36,12 @@ def run(rules) -> bool:
         say(f"dvc status failed, so more than necessary may be checked: {error}")
         return False
     clean, stale = sort_out(status, graph)
+    new = {stage.addressing for stage in graph if not any(dep.hash_info for dep in stage.deps)}
+    reasons = {stage: "never run" if stage in new else describe(status[stage]) for stage in stale}
     for stage in stale:
-        mark_stale(stage, describe(status[stage]))
+        mark_stale(stage, reasons[stage])
     for stage in stale[:SHOWN]:
-        say(f"{stage}: {describe(status[stage])}")
+        say(f"{stage}: {reasons[stage]}")
     if len(stale) > SHOWN:
         say(f"and {len(stale) - SHOWN} more stages")
     return _touch(first_outputs(rules, clean))

@@ -201,7 +201,7 @@ class Trainer:
         done.update = update.number + 1
         accuracy = accuracy.tolist()
         notes = {"loss": f"{loss:.3f}", "acc": " ".join(f"{a:.2f}" for a in accuracy),
-                 "accept": f"{done.history[-1]['accept_length']:.2f}" if done.history else "-"}
+                 "best accept": f"{done.best_length:.2f}" if done.history else "-"}
         if self.leader:
             bar.add(1, notes, tokens=update.tokens)
             trackers.log(done.update, {"loss": loss, "lr": rate, **{f"acc_{k}": a for k, a in enumerate(accuracy)}})
@@ -255,10 +255,11 @@ class Trainer:
             self.checkpoints.save(done.update, state)
 
     def _resume(self) -> Progressed:
-        if self.checkpoints.other:
-            self.say(f"checkpoints of another run are set aside: {'; '.join(self.checkpoints.other)[:500]}")
         state = self.checkpoints.latest()
         if state is None:
+            if other := self.checkpoints.other:
+                more = f" and {len(other) - 4} more" if len(other) > 4 else ""
+                self.say(f"starts anew: {'; '.join(other[:4])}{more}. Put back, the earlier run goes on where it was")
             return Progressed()
         parallel.load_weights(self.drafter, state["weights"])
         parallel.load_optimizer(self.optimizer, state["optimizer"])

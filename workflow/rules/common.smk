@@ -47,7 +47,7 @@ onstart:
 
 
 onsuccess:
-    BRIDGE.remember()
+    BRIDGE.remember({"@".join([job.rule.name, *job.wildcards]) for job in workflow.dag.jobs})
 
 
 onerror:

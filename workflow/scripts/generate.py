@@ -30,8 +30,10 @@ def build(arguments: argparse.Namespace) -> None:
             generation.refuse_if_too_many_errors(name, writer, stage.params.generate.max_error_rate)
         share = writer.truncated / writer.answered
         if writer.broken > BROKEN_SHARE * writer.answered:
-            stage.say(f"look at the answers: {writer.broken} of {writer.answered} end in a loop or hold unreadable "
-                      "characters; the server's memory, its kernels or the sampling may be wrong")
+            cause = ("the server's memory, its kernels or the sampling may be wrong" if stage.params.generate.engine == "sglang"
+                     else "small models do so under greedy sampling; else the sampling may be wrong")
+            stage.say(f"look at the answers in {arguments.out}: {writer.broken} of {writer.answered} end in a loop or hold unreadable "
+                      f"characters; {cause}")
         stage.say(f"{writer.answered} prompts answered with {writer.tokens:,} tokens, {writer.failed} errors, "
                   f"{share:.0%} cut by max_new_tokens")
 

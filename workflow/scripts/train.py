@@ -71,7 +71,7 @@ def train(stage: Stage, arguments: argparse.Namespace) -> None:
     say(f"{len(training)} training and {len(validation)} validation sequences, {sum(training.lengths):,} tokens, "
         f"{sum(p.numel() for p in drafter.parameters()):,} weights")
     fresh = checkpoints.latest() is None
-    made_with = origin(stage.work, fresh) if leader else {}
+    made_with = origin(checkpoints.folder, fresh) if leader else {}
     start = warm_start.weights(drafter, params, training, say) if fresh else None
     trainer = Trainer(drafter, head, training, validation, params, stage.params.runtime, checkpoints, say, start)
     done = trainer.run()
@@ -94,10 +94,10 @@ def target_dtype(target: Target) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def origin(work: Path, fresh: bool) -> dict[str, str]:
+def origin(folder: Path, fresh: bool) -> dict[str, str]:
     """Code and versions at the first update. They are kept with the checkpoints, so that exporting the same weights
     again writes the same bytes."""
-    path = work / "origin.json"
+    path = folder / "origin.json"
     if fresh or not path.exists():
         git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
         write_json(path, {"git_commit": git.stdout.strip(), "torch": torch.__version__,
