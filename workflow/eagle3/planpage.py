@@ -36,7 +36,8 @@ def what_if(plan: dict[str, Any]) -> str:
 
 def time_lines(plan: dict[str, Any]) -> list[str]:
     total, rates, path = plan["total"], plan["rates"], plan["longest_path"]
-    return [f"{time(total['hours_on_one_machine'])} on one machine, {time(total['hours_train'])} of them training",
+    return [f"{time(total['hours_on_one_machine'])} on one machine, {time(total['hours_train'])} of them training, starts of stages not "
+            "counted",
             f"{time(path['hours'])} with a machine for every data set, the longest path: "
             + ", then ".join(f"{stage} {time(hours)}" for stage, hours in path["stages"].items()),
             f"at {rates['generate']:,g} tokens/s generated, {rates['extract']:,g} extracted, {rates['train']:,g} trained; "
