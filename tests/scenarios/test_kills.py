@@ -8,6 +8,7 @@ recording are then as likely to be hit as its work.
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -111,3 +112,23 @@ def outputs(project: Project) -> dict[str, str]:
     finally:
         os.chdir(before)
     return {out["path"]: out["md5"] for name, stage in stages.items() if name != "bench" for out in stage["outs"]}
+
+
+@pytest.mark.quick
+@pytest.mark.timeout(600)
+def test_ctrl_c_ends_with_what_is_kept_and_training_goes_on(copy):
+    """An interrupt reaches every process of the terminal. Catalogue G07."""
+    project = copy("project")
+    project.edit_params(train__epochs=150, runtime__checkpoint_every=5)
+    checkpoints = lambda: set((project / ".work/train").glob("*/update-*.pt"))  # noqa: E731
+    before = checkpoints()
+    build = subprocess.Popen([sys.executable, "-m", "snakemake", "--cores", "2", "drafter"], cwd=project.folder, text=True,
+                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+                             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+    while checkpoints() <= before:
+        assert build.poll() is None, build.communicate()[0]
+        time.sleep(0.1)
+    os.killpg(build.pid, signal.SIGINT)
+    said, _ = build.communicate()
+    assert build.returncode and "logs/train.log: interrupted; finished work is kept, the same command continues it" in said, said
+    assert "continues at update" in project.snakemake("drafter")

@@ -38,8 +38,9 @@ def half_the_cores(wildcards):
 
 
 def gate(stage):
-    """Shell text that brings a stage up to date through DVC, and keeps what it says."""
-    return f"python -m eagle3.gate {stage} 2>&1 | tee {{log}}"
+    """Shell text that brings a stage up to date through DVC, and keeps what it says: Ctrl-C reaches tee as well, and a stage
+    has last words."""
+    return f"python -m eagle3.gate {stage} 2>&1 | tee -i {{log}}"
 
 
 onstart:
