@@ -92,7 +92,7 @@ def local_path(source: Source) -> Path:
         return package_file(source.package, source.file, source.sha256)
     path = Path(source.path).expanduser()
     if not path.exists():
-        raise Refusal(f"source path {path} does not exist (looked for it from {Path.cwd()})")
+        raise Refusal(f"source.path {path} does not exist (looked for it from {Path.cwd()}); correct it in params.yaml")
     if source.sha256 and path.is_file() and (found := sha256(path)) != source.sha256:
         raise Refusal(f"{path} has sha256 {found}, not {source.sha256} as params.yaml says")
     return path

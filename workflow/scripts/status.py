@@ -26,7 +26,8 @@ def main() -> None:
         with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
             status.watch(names, content.server.endpoints, arguments.watch)
     else:
-        print("\n".join(status.lines(names, content.server.endpoints)))
+        given = [f"{name}: its answers are given, nothing to generate" for name in content.datasets if name not in names]
+        print("\n".join([*status.lines(names, content.server.endpoints), *given]))
 
 
 if __name__ == "__main__":
