@@ -1,12 +1,16 @@
 """Fixtures that several test files share."""
 
 import importlib.util
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 import tiny
 from eagle3 import environment  # noqa: F401  (before torch is loaded, as in the scripts)
+
+# A shell starts background jobs with interrupts ignored, and their children inherit it; here interrupts are tested.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "workflow" / "scripts"
 

@@ -123,8 +123,7 @@ def test_ctrl_c_ends_with_what_is_kept_and_training_goes_on(copy):
     checkpoints = lambda: set((project / ".work/train").glob("*/update-*.pt"))  # noqa: E731
     before = checkpoints()
     build = subprocess.Popen([sys.executable, "-m", "snakemake", "--cores", "2", "drafter"], cwd=project.folder, text=True,
-                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-                             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
     while checkpoints() <= before:
         assert build.poll() is None, build.communicate()[0]
         time.sleep(0.1)
