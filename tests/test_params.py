@@ -63,6 +63,13 @@ def test_wrong_keys_are_named_with_value_and_what_is_allowed():
     assert "train.lr is 'fast'" in said and "datasets.one.answers is missing" in said
 
 
+def test_a_data_set_with_a_space_in_its_name_is_refused_in_words():
+    wrong = content()
+    wrong["datasets"]["my data"] = wrong["datasets"]["one"]
+    with pytest.raises(Refusal, match="datasets.my data: names of data sets hold letters, digits, _ . - and begin with a letter"):
+        parameters.check(wrong, "params.yaml")
+
+
 def test_slices_are_filled_in_per_data_set():
     assert parameters.stage_slices("prepare@one", DEFINITIONS, content()) == ["prompts", "datasets.one", "generate"]
     assert parameters.stage_slices("prepare@two", DEFINITIONS, content())[-1] == "on_policy"

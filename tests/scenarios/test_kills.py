@@ -120,11 +120,10 @@ def test_ctrl_c_ends_with_what_is_kept_and_training_goes_on(copy):
     """An interrupt reaches every process of the terminal. Catalogue G07."""
     project = copy("project")
     project.edit_params(train__epochs=150, runtime__checkpoint_every=5)
-    checkpoints = lambda: set((project / ".work/train").glob("*/update-*.pt"))  # noqa: E731
-    before = checkpoints()
+    before = set((project / ".work/train").rglob("update-*.pt"))
     build = subprocess.Popen([sys.executable, "-m", "snakemake", "--cores", "2", "drafter"], cwd=project.folder, text=True,
                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
-    while checkpoints() <= before:
+    while set((project / ".work/train").rglob("update-*.pt")) <= before:
         assert build.poll() is None, build.communicate()[0]
         time.sleep(0.1)
     os.killpg(build.pid, signal.SIGINT)
