@@ -1,10 +1,11 @@
-"""The peers' own model and loss on the dense case of train_throughput.py, one peer per process.
+"""The peers' own model and loss on the cases of train_throughput.py, one peer per process.
 
     PYTHONPATH=FOLDER python benchmarks/train_peers.py {specforge|speculators} --folder FOLDER --out FILE
 
 FOLDER holds the unpacked wheels specforge-0.2.0 and speculators-0.9.0. Only their model, loss, attention and optimizer run;
 modules of their data side that are not installed are replaced by empty ones. SpecForge pads: its real tokens/s on records as
-they are is its dense rate times the share of real tokens in a batch of 8. speculators packs, and computes every position.
+they are is its dense rate times the share of real tokens in a batch of 8. speculators packs, so it runs batches of such records
+too, and computes every position.
 """
 
 import argparse
@@ -46,7 +47,7 @@ def llama(size: dict):
 
 
 def specforge(size: dict):
-    """(update, tokens per update) of SpecForge: bf16 model, fp32 masters, flex attention, batches of 8."""
+    """(cases, update) of SpecForge: bf16 model, fp32 masters, flex attention, batches of 8. `cases` is {name: [(inputs, tokens)]}."""
     model = load("specforge.algorithms.eagle3.model")
     draft = load("specforge.modeling.draft.llama3_eagle").LlamaForCausalLMEagle3(
         llama(size), attention_backend="flex_attention").to(DEVICE, torch.bfloat16)
@@ -62,19 +63,19 @@ def specforge(size: dict):
         "input_ids": torch.randint(size["vocab_size"], (batch, length), device=DEVICE),
         "attention_mask": torch.ones(batch, length, device=DEVICE, dtype=torch.long), "target": None,
         "loss_mask": torch.ones(batch, length, 1, device=DEVICE, dtype=torch.long),
-        "hidden_states": torch.randn(batch, length, 3 * hidden, device=DEVICE).bfloat16(), "target_head_weight": head}
-    last = torch.randn(batch, length, hidden, device=DEVICE).bfloat16()
+        "hidden_states": torch.randn(batch, length, 3 * hidden, device=DEVICE).bfloat16(), "target_head_weight": head,
+        "target_hidden_for_compact": torch.randn(batch, length, hidden, device=DEVICE).bfloat16()}
 
-    def update():
-        losses = whole(**inputs, target_hidden_for_compact=last)[0]
+    def update(inputs):
+        losses = whole(**inputs)[0]
         sum(0.8**k * loss for k, loss in enumerate(losses)).backward()
         optimizer.step()
 
-    return update, batch * length
+    return {"dense": [(inputs, batch * length)]}, update
 
 
 def speculators(size: dict):
-    """(update, tokens per update) of speculators: compiled flex attention, 8192 packed tokens, AdamW, eager loss."""
+    """The same of speculators: compiled flex attention, 8192 packed tokens, AdamW, eager loss."""
     core, config = load("speculators.models.eagle3.core"), load("speculators.config")
     eager = load("speculators.losses.eager")
     layer = llama(size)
@@ -91,24 +92,31 @@ def speculators(size: dict):
                 parameter.normal_(0, 0.02)
     model = model.to(DEVICE, torch.bfloat16)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=DEVICE.type == "cuda")
-    count = 4
-    length, hidden = count * size["length"], size["hidden_size"]
-    inputs = {
-        "hidden_states": torch.randn(1, length, 3 * hidden, device=DEVICE).bfloat16(),
-        "input_ids": torch.randint(size["vocab_size"], (1, length), device=DEVICE),
-        "document_ids": torch.arange(count, device=DEVICE).repeat_interleave(size["length"]).unsqueeze(0),
-        "loss_mask": torch.ones(1, length, device=DEVICE, dtype=torch.bool),
-        "position_ids": 1 + torch.arange(size["length"], device=DEVICE).repeat(count).unsqueeze(0),
-        "verifier_last_hidden_states": torch.randn(1, length, hidden, device=DEVICE).bfloat16(),
-        "ttt_steps": size["steps"], "ttt_step_loss_decay": 0.8, "loss_config": {"kl_div": (eager.kl_div_loss, 1.0)}}
+    length, hidden = 4 * size["length"], size["hidden_size"]
+    states = torch.randn(1, length, 3 * hidden, device=DEVICE).bfloat16()
+    last = torch.randn(1, length, hidden, device=DEVICE).bfloat16()
 
-    def update():
+    def packed(rows: list[dict]):
+        """A batch of `length` tokens; what the rows leave free is a document of its own without supervision."""
+        lengths = [len(row["input_ids"]) for row in rows]
+        real = sum(lengths)
+        lengths += [length - real] if real < length else []
+        mask = torch.zeros(1, length, dtype=torch.bool)
+        mask[0, :real] = torch.cat([row["loss_mask"] for row in rows])
+        return {"hidden_states": states, "verifier_last_hidden_states": last, "loss_mask": mask.to(DEVICE),
+                "input_ids": torch.randint(size["vocab_size"], (1, length), device=DEVICE),
+                "document_ids": torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None].to(DEVICE),
+                "position_ids": torch.cat([1 + torch.arange(n) for n in lengths])[None].to(DEVICE), "ttt_steps": size["steps"],
+                "ttt_step_loss_decay": 0.8, "loss_config": {"kl_div": (eager.kl_div_loss, 1.0)}}, real
+
+    def update(inputs):
         optimizer.zero_grad(set_to_none=True)
         model(**inputs)[1].backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=True)
         optimizer.step()
 
-    return update, length
+    return {kind: [packed(make_rows(size, length, kind, seed)) for seed in range(1 if kind == "dense" else 3)]
+            for kind in ("dense", "real")}, update
 
 
 def padding(size: dict) -> float:
@@ -129,23 +137,26 @@ def main() -> None:
     size = TINY if arguments.tiny else FULL
     torch.manual_seed(0)
     wait = torch.cuda.synchronize if DEVICE.type == "cuda" else (lambda: None)
-    update, tokens = globals()[arguments.peer](size)
-    for _ in range(3):
-        update()
-    wait()
-    if DEVICE.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    start, done = time.perf_counter(), 0
-    while time.perf_counter() - start < arguments.seconds:
-        update()
+    cases, update = globals()[arguments.peer](size)
+    found = []
+    for case, batches in cases.items():
+        for turn in range(3):
+            update(batches[turn % len(batches)][0])
         wait()
-        done += tokens
-    rate = done / (time.perf_counter() - start)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if DEVICE.type == "cuda" else None
-    real = rate * (padding(size) if arguments.peer == "specforge" else 1.0)
-    arguments.out.write_text(json.dumps([
-        {"case": case, "variant": arguments.peer, "tokens_per_second": value, "share_of_limit": value / LIMIT,
-         "peak_gib": peak, "tokens_per_update": tokens} for case, value in (("dense", rate), ("real", real))]))
+        if DEVICE.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        start, done, count = time.perf_counter(), 0, 0
+        while time.perf_counter() - start < arguments.seconds:
+            inputs, tokens = batches[count % len(batches)]
+            update(inputs)
+            wait()
+            done, count = done + tokens, count + 1
+        rate = done / (time.perf_counter() - start)
+        peak = torch.cuda.max_memory_allocated() / 2**30 if DEVICE.type == "cuda" else None
+        rates = {case: rate} if "real" in cases else {case: rate, "real": rate * padding(size)}
+        found += [{"case": name, "variant": arguments.peer, "tokens_per_second": value, "share_of_limit": value / LIMIT,
+                   "peak_gib": peak, "tokens_per_update": done / count} for name, value in rates.items()]
+        arguments.out.write_text(json.dumps(found))
     print(arguments.out.read_text())
 
 
