@@ -5,9 +5,11 @@
 
 Run it in a built project: it reads data/target, data/vocab and data/hidden_states, and `train` of params.yaml for what an arm
 does not name. All arms see the records in the same order and are judged by the same validation records; the best state of each
-counts. An arm is NAME:key=value,…, where a key is one of section `train`, or
+counts. An arm is NAME:key=value,…, where a key is one of section `train` (architecture.intermediate_size, say, for one of a section
+of its own), or
 
     share=0.25          a quarter of the training records
+    vocab=FILE          another draft vocabulary
     states=FOLDER       training states from another folder (the validation states stay)
     recipe=specforge    SpecForge's own initial weights, model, loss, mask and optimizer, in bf16 on a GPU, fp32 on a CPU;
                         FOLDER on PYTHONPATH holds the unpacked wheel specforge-0.2.0
@@ -53,10 +55,13 @@ class Arm:
         found = dict(part.split("=", 1) for part in settings.split(",") if part)
         self.recipe, share = found.pop("recipe", "ours"), float(found.pop("share", 1))
         states = Path(found.pop("states", options.hidden_states))
+        vocabulary = Path(found.pop("vocab", options.vocab))
         self.full = parameters.load(options.params)
-        own = {"max_updates": options.updates, "validate_every": options.every,
-               **{key: yaml.safe_load(value) for key, value in found.items()}}
-        params = Train(**{**self.full.train.model_dump(), **own})
+        own = {**self.full.train.model_dump(), "max_updates": options.updates, "validate_every": options.every}
+        for key, value in found.items():
+            section, _, name = key.rpartition(".")
+            (own[section] if section else own)[name] = yaml.safe_load(value)
+        params = Train(**own)
         self.target, names = Target(options.target), sorted(self.full.datasets)
         self.train = shards.ShardSet([states / name for name in names], "train", {}, verify=False)
         self.validation = shards.ShardSet([options.hidden_states / name for name in names], "validation", {}, verify=False)
@@ -65,7 +70,7 @@ class Arm:
             setattr(self.train, field, [getattr(self.train, field)[i] for i in sorted(some.tolist())])
         per_epoch = len(packed_epoch(self.train.lengths, params.batch_tokens, params.seed, 0)) / params.micro_batches
         self.params = params.model_copy(update={"epochs": int(params.max_updates // max(per_epoch - 1, 1)) + 1})
-        self.d2t, self.t2d = vocab.read(options.vocab)
+        self.d2t, self.t2d = vocab.read(vocabulary)
         first = shards.read_manifest(options.hidden_states / names[0])
         self.config = drafters.drafter_config(
             self.target.config, params.architecture.model_dump(), len(self.d2t),

@@ -3,8 +3,9 @@
     PYTHONPATH=workflow python3 benchmarks/serve_gpu.py --records data/records --out $OUT \
         --drafter small=DIR --drafter large=DIR --python-path FOLDER_WITH_SGLANG --target MODEL_DIR
 
-The last drafter named is the main one: it is measured over all batch sizes and ways of drafting; the others, for the curve
-of accept length over training data, at one batch size. All servers start at once and are measured one after the other.
+The last drafter named is the main one: it is measured over all batch sizes and ways of drafting; those of --matrix over all
+batch sizes; the others, for the curve of accept length over training data, at one batch size. All servers start at once and
+are measured one after the other.
 Without a GPU, --command names a stand-in for `python -m sglang.launch_server`, and the whole script can be tried.
 """
 
@@ -138,12 +139,15 @@ def main() -> None:
     parser.add_argument("--target", type=Path, required=True, help="the target's Hugging Face directory")
     parser.add_argument("--python-path", default="", help="PYTHONPATH of the servers")
     parser.add_argument("--command", default=f"{sys.executable} -m sglang.launch_server")
+    parser.add_argument("--flags", type=json.loads, default={}, help="of all servers, as JSON, before those of COMMON")
+    parser.add_argument("--environment", type=json.loads, default={}, help="variables of all servers, as JSON")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--max-new-tokens", type=int, default=192)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--shapes", nargs="+", default=["3,1,4", "5,1,6"],
                         help="steps,topk,draft tokens of the main drafter")
+    parser.add_argument("--matrix", nargs="*", default=[], help="names of further drafters to measure at every batch size")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--dtype", default="bfloat16", help="of the servers and of the simulation")
     parser.add_argument("--patience", type=float, default=300, help="seconds for a server to start")
@@ -151,23 +155,29 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     drafters = {name: Path(folder) for name, _, folder in (d.partition("=") for d in arguments.drafter)}
     *others, main_name = drafters
+    others = [name for name in others if name not in arguments.matrix]
     shapes = [tuple(map(int, shape.split(","))) for shape in arguments.shapes]
-    main_variants = [Variant(f"{main_name} {'-'.join(map(str, s))}", drafters[main_name], *s) for s in shapes]
-    other_variants = [Variant(f"{name} {'-'.join(map(str, shapes[0]))}", drafters[name], *shapes[0]) for name in others]
+
+    def variant(name: str, shape: tuple[int, ...]) -> Variant:
+        return Variant(f"{name} {'-'.join(map(str, shape))}", drafters[name], *shape)
+
+    main_variants = [*(variant(main_name, shape) for shape in shapes), *(variant(name, shapes[0]) for name in arguments.matrix)]
+    other_variants = [variant(name, shapes[0]) for name in others]
     plan = sglang_bench.Plan(main_variants, arguments.batch_sizes, arguments.max_new_tokens, arguments.repeats)
     middle = arguments.batch_sizes[len(arguments.batch_sizes) // 2]
     curve = sglang_bench.Plan(other_variants, [middle], arguments.max_new_tokens, repeats=1)
     environment = {"PYTHONPATH": arguments.python_path, "HF_HUB_OFFLINE": "1"} if arguments.python_path else {}
+    environment |= arguments.environment
     most = max(arguments.batch_sizes)
     common = {**COMMON, "model-path": str(arguments.target), "dtype": arguments.dtype,
-              "max-running-requests": most, "cuda-graph-max-bs-decode": most}
+              "max-running-requests": most, "cuda-graph-max-bs-decode": most, **arguments.flags}
     with tempfile.TemporaryDirectory() as work:
         target = open_target(arguments.target, Path(work), arguments.dtype)
         prompts, counts = held_out.collect(arguments.records, arguments.prompts, held_out.trained_prompts(arguments.records))
         servers = Servers(shlex.split(arguments.command), environment, arguments.out, arguments.patience)
         try:
-            for variant in (None, *main_variants, *other_variants):
-                servers.start(plan.flags(variant, common))
+            for wanted in (None, *main_variants, *other_variants):
+                servers.start(plan.flags(wanted, common))
             measured = sglang_bench.measure(servers.serve, prompts, plan, common)
             extra = sglang_bench.measure(servers.serve, prompts, curve, common) if others else None
         finally:
@@ -177,7 +187,7 @@ def main() -> None:
         curve_cells = measuring.cells(extra, other_variants, prompts, hits_of) if extra else []
     main_cell = next(c for c in cells if c["variant"] == main_variants[0].name and c["concurrency"] == middle)
     study = [{"drafter": name, **trained_on(drafters[name]), "accept_length": cell["all"]["accept_length"]}
-             for name, cell in zip(drafters, [*curve_cells, main_cell])]
+             for name, cell in zip([*others, main_name], [*curve_cells, main_cell])]
     metrics = drafters[main_name] / "metrics.json"
     content = report.content(
         measured, cells, main_variants, engine="sglang", held_out=counts, study=study, curves=[],

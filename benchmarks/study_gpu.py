@@ -4,8 +4,8 @@
 
 Lays a project out in --work and runs the product's own stages in it; SGLang answers. FOLDER holds the source files of
 params.yaml's data sets (their base names). Beside the server, which has the first GPU, the last one makes the prompts
-(self_prompts.py) and measures what is in --beside. Then quality.py trains the arms of ARMS, and serve_gpu.py serves those of
-SERVED. Every phase prints when it began; DIR gets what each benchmark writes.
+(self_prompts.py) and measures what is in --beside. Then quality.py trains --arms of ARMS, and serve_gpu.py serves --served.
+Every phase prints when it began; DIR gets what each benchmark writes.
 """
 
 import argparse
@@ -25,16 +25,20 @@ import yaml
 from serve_gpu import COMMON, Servers, ready
 
 ROOT = Path(__file__).resolve().parents[1]
-# name -> settings (see quality.py); U is --updates, P the updates of the comparison with the peer.
+# name -> settings (see quality.py); U is --updates, P the updates of the comparison, N a vocabulary of that size.
 ARMS = {
     "all": "init=least_squares,max_updates=U", "quarter": "init=least_squares,share=0.25,max_updates=U",
-    "sixteenth": "init=least_squares,share=0.0625,max_updates=U", "all random": "init=random,max_updates=U",
+    "sixteenth": "init=least_squares,share=0.0625,max_updates=U", "all random": "max_updates=U",
+    "narrow": "architecture.intermediate_size=1024,max_updates=U", "wide": "architecture.intermediate_size=8192,max_updates=U",
+    "few words": "vocab=4096,max_updates=U", "narrow few words": "architecture.intermediate_size=1024,vocab=4096,max_updates=U",
     "specforge": "recipe=specforge,max_updates=P", "specforge 1e-4": "recipe=specforge,max_updates=P,lr=1e-4",
-    "random": "init=random,max_updates=P", "fitted": "init=least_squares,max_updates=P",
+    "random": "max_updates=P", "fitted": "init=least_squares,max_updates=P",
     "fitted by_size": "init=least_squares,fc_steps=by_size,max_updates=P",
-    "fp8 states": "init=least_squares,states=STATES8,max_updates=P", "new seed": "init=least_squares,seed=1,max_updates=P",
-    "fp8 products": "init=least_squares,matmul=fp8,max_updates=P"}
-SERVED = ("sixteenth", "quarter", "all")  # the last one over all batch sizes
+    "fp8 states": "init=least_squares,states=STATES8,max_updates=P", "new seed": "seed=1,max_updates=P",
+    "fp8 products": "matmul=fp8,max_updates=P", "by_size": "fc_steps=by_size,max_updates=P",
+    "total variation": "loss=total_variation,max_updates=P", "log acceptance": "loss=log_acceptance,max_updates=P",
+    "ema": "ema=0.98,max_updates=P", "ramp": "ramp_share=0.5,max_updates=P", "decay 1": "decay=1.0,max_updates=P",
+    "7 steps": "steps=7,max_updates=P", "wsd": "schedule=wsd,max_updates=P", "lr 2e-3": "lr=2e-3,max_updates=P"}
 
 
 class Study:
@@ -147,12 +151,17 @@ class Study:
         self.each(8, lambda name, gpu: self.stage("tokenize", name, "--responses", f"data/responses/{name}", "--out",
                                                   f"data/records/{name}.parquet"))
         self.stage("vocab")
+        for size in {self.words_of(arm)["vocab"] for arm in self.options.arms if "vocab" in self.words_of(arm)}:
+            content = yaml.safe_load((self.work / "params.yaml").read_text())
+            (self.work / f"params-{size}.yaml").write_text(yaml.safe_dump({**content, "vocab": {"size": int(size)}}, sort_keys=False))
+            self.stage("vocab", "--params", f"params-{size}.yaml", "--out", f"vocab-{size}/draft_vocab.safetensors")
         self.say("records")
 
         def extract(name: str, gpu: int) -> None:
             words = (name, "--records", f"data/records/{name}.parquet", "--out")
             self.stage("extract", *words, f"data/hidden_states/{name}", gpu=gpu)
-            self.stage("extract", *words, f"states-fp8/{name}", "--params", "params-fp8.yaml", gpu=gpu)
+            if "fp8 states" in self.options.arms:
+                self.stage("extract", *words, f"states-fp8/{name}", "--params", "params-fp8.yaml", gpu=gpu)
 
         self.each(8 if self.gpus else 1, extract)
         tokens = sum(json.loads(p.read_text())["tokens"] for p in (self.work / "data/hidden_states").glob("*/manifest.json"))
@@ -160,17 +169,23 @@ class Study:
 
     def train(self) -> None:
         """The drafters to serve on the first GPU, and beside them the comparison on the last one, which `compared` waits for."""
-        served = [name for name in self.options.arms if ARMS[name].endswith("=U")]
-        others = [name for name in self.options.arms if name not in served]
+        options = self.options
+        served = [name for name in options.arms if ARMS[name].endswith("=U")]
+        others = [name for name in options.arms if name not in served]
         with ThreadPoolExecutor(1) as pool:
             self.comparison = pool.submit(self.quality, others, -1, "compared")
             if len(self.gpus) < 2:
                 self.comparison.result()
             self.quality(served, 0, "trained")
             self.say("trained")
-            self.serve()
+            if options.served:
+                self.serve()
         self.comparison.result()
         self.say("compared")
+
+    @staticmethod
+    def words_of(arm: str) -> dict[str, str]:
+        return dict(part.split("=") for part in ARMS[arm].split(","))
 
     def quality(self, arms: list[str], gpu: int, name: str) -> None:
         options = self.options
@@ -179,15 +194,17 @@ class Study:
         marks = {"U": options.updates, "P": options.peer_updates, "STATES8": "states-fp8"}
         words = []
         for arm in arms:
-            settings = dict(part.split("=") for part in ARMS[arm].split(","))
-            words += ["--arm", f"{arm}:" + ",".join(f"{key}={marks.get(value, value)}" for key, value in settings.items())]
+            settings = {key: marks.get(value, value) for key, value in self.words_of(arm).items()}
+            if "vocab" in settings:
+                settings["vocab"] = f"vocab-{settings['vocab']}/draft_vocab.safetensors"
+            words += ["--arm", f"{arm}:" + ",".join(f"{key}={value}" for key, value in settings.items())]
         words += ["--gpus", self.gpus[gpu]] if self.gpus else []
         self.run(str(ROOT / "benchmarks/quality.py"), *words, "--every", options.every, "--at-once", options.at_once, "--out",
                  self.out / name, "--export", self.work / "drafters", cwd=self.work)
 
     def serve(self) -> None:
         options = self.options
-        drafters = [word for name in SERVED if name in options.arms
+        drafters = [word for name in options.served
                     for word in ("--drafter", f"{name}={self.work / 'drafters' / name.replace(' ', '-')}")]
         self.run("benchmarks/serve_gpu.py", *drafters, "--records", self.work / "data/records", "--target", options.target,
                  "--python-path", options.site, "--command", options.command, "--out", self.out, "--dtype", options.dtype,
@@ -219,6 +236,7 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=16384)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--served", nargs="*", default=["sixteenth", "quarter", "all"], help="arms; the last one over all batch sizes")
     parser.add_argument("--updates", type=int, default=2500)
     parser.add_argument("--peer-updates", type=int, default=600)
     parser.add_argument("--every", type=int, default=250)

@@ -48,7 +48,9 @@ onstart:
 
 
 onsuccess:
-    BRIDGE.remember({"@".join([job.rule.name, *job.wildcards]) for job in workflow.dag.jobs})
+    BRIDGE.remember(
+        {"@".join([job.rule.name, *job.wildcards]) for job in workflow.dag.jobs}
+    )
 
 
 onerror:

@@ -13,6 +13,8 @@ rule generate:
         fingerprint="data/responses/{dataset}/fingerprint.json",
     log:
         "logs/generate/{dataset}.log",
+    # Before extract; see prepare.
+    priority: 10
     conda:
         "../environment.yaml"
     threads: half_the_cores

@@ -12,6 +12,9 @@ rule prepare:
         stats="data/prompts/{dataset}.stats.json",
     log:
         "logs/prepare/{dataset}.log",
+    # All answers first: a server that answers and one that captures states are started differently, and a large one takes
+    # minutes to load.
+    priority: 20
     conda:
         "../environment.yaml"
     threads: 1
