@@ -27,13 +27,14 @@ LAYER_NAMES = ("first layer", "second layer", "third layer", "last")
 
 
 def engine_version(python: str, command: list[str] | None = None, environment: dict[str, str] | None = None) -> str:
-    """Version of SGLang in the environment of `python`, or of the interpreter beside the command's program.
+    """Version of SGLang in the environment of the command's interpreter or of the one beside its program, else of `python`.
 
     Raises Refusal if there is none.
     """
     if command:
         program = Path(command[0])
-        python = command[0] if program.name.startswith("python") else str(program.parent / "python")
+        beside = program.parent / "python"
+        python = command[0] if program.name.startswith("python") else str(beside) if beside.exists() else python
     code = "from importlib.metadata import version; print(version('sglang'))"
     try:
         return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True,
