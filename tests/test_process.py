@@ -125,3 +125,11 @@ def test_a_zombie_is_not_alive():
     assert wait_until(lambda: Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z")
     assert not alive(child.pid)
     child.wait()
+
+
+def test_without_git_there_is_no_commit(monkeypatch, tmp_path):
+    assert process.git("--version").startswith("git version")
+    monkeypatch.chdir(tmp_path)
+    assert process.git("rev-parse", "HEAD") == ""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert process.git("rev-parse", "HEAD") == ""

@@ -8,7 +8,6 @@ knows is still matched by the digests that its training.json holds.
 import hashlib
 import json
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import yaml
 
 from eagle3.errors import Refusal
 from eagle3.files import CHUNK, digest_file, read_json
+from eagle3.process import git
 from eagle3.published import cache_config, cache_object
 
 LOCK = "dvc.lock"
@@ -43,11 +43,9 @@ def locks() -> Iterator[tuple[str, dict[str, Any]]]:
     """(where, stages) of the working tree's dvc.lock, then of every version of it in git, newest first."""
     if Path(LOCK).exists():
         yield "the working tree", _stages(Path(LOCK).read_text())
-    listed = subprocess.run(["git", "log", "--all", "--format=%H", "--", LOCK], capture_output=True, text=True)
-    for commit in listed.stdout.split():
-        shown = subprocess.run(["git", "show", f"{commit}:./{LOCK}"], capture_output=True, text=True)
-        if shown.returncode == 0:
-            yield commit, _stages(shown.stdout)
+    for commit in git("log", "--all", "--format=%H", "--", LOCK).split():
+        if shown := git("show", f"{commit}:./{LOCK}"):
+            yield commit, _stages(shown)
 
 
 def _stages(text: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import ctypes
 import fcntl
 import os
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -19,6 +20,15 @@ def die_with_parent(sig: int = signal.SIGKILL) -> None:
     """Linux: the kernel sends `sig` to this process when its parent thread ends. Usable as a preexec_fn."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, sig, 0, 0, 0)
+
+
+def git(*words: str) -> str:
+    """What git prints; nothing without a repository, or without git at all (a container that builds, say)."""
+    try:
+        done = subprocess.run(["git", *words], capture_output=True, text=True)
+    except FileNotFoundError:
+        return ""
+    return done.stdout if done.returncode == 0 else ""
 
 
 def _stat(pid: int) -> tuple[int, int] | None:

@@ -5,7 +5,6 @@ import argparse
 import csv
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from eagle3 import export, layers, parallel, shards, vocab, warm_start
 from eagle3.checkpoints import Checkpoints
 from eagle3.errors import Refusal
 from eagle3.files import digest_file, read_json, replacing, write_json
-from eagle3.process import watch_ancestors
+from eagle3.process import git, watch_ancestors
 from eagle3.stage import Stage, main, running
 from eagle3.target import Target
 from eagle3.trainer import Progressed, Trainer
@@ -99,8 +98,7 @@ def origin(folder: Path, fresh: bool) -> dict[str, str]:
     again writes the same bytes."""
     path = folder / "origin.json"
     if fresh or not path.exists():
-        git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
-        write_json(path, {"git_commit": git.stdout.strip(), "torch": torch.__version__,
+        write_json(path, {"git_commit": git("rev-parse", "HEAD").strip(), "torch": torch.__version__,
                           "transformers": transformers.__version__})
     return read_json(path)
 
