@@ -99,8 +99,7 @@ def stale(work: Path) -> dict[str, list[str]]:
     """What Snakemake and DVC would run."""
     dry = subprocess.run(["snakemake", "-n", "bench"], cwd=work, text=True, capture_output=True)
     status = subprocess.run(["dvc", "status", "--json"], cwd=work, text=True, capture_output=True, check=True)
-    return {"snakemake": sorted(set(re.findall(r"^(?:local)?rule (\w+):", dry.stdout + dry.stderr, re.MULTILINE))),
-            "dvc": sorted(json.loads(status.stdout))}
+    return {"snakemake": re.findall(r"^Job \d+: ([^:]+):", dry.stdout + dry.stderr, re.MULTILINE), "dvc": sorted(json.loads(status.stdout))}
 
 
 def main() -> None:

@@ -64,6 +64,8 @@ def test_slower_is_said_in_words_with_the_break_even():
 
 def test_faster_and_undecided_are_told_apart():
     assert "1.20 times as fast as the baseline" in judging.verdict(cell())
+    assert "at once the drafter is" in judging.verdict(cell())
+    assert "at once variant 3-1-4 is" in judging.verdict(cell(), one_of_several=True)
     assert "as fast as the baseline within" in judging.verdict(cell(speed_up=1.01, speed_up_low=0.9, speed_up_high=1.1))
 
 

@@ -5,6 +5,7 @@ Alone: make test-recipe (44 stages; nine minutes on two busy cores, five of CPU 
 
 import json
 import os
+import re
 from pathlib import Path
 
 import kimi
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.skipif("EAGLEMAKE_RECIPE" not in os.environ, reason="sl
 @pytest.fixture(scope="module")
 def project(tmp_path_factory) -> Path:
     project = kimi.make_project(tmp_path_factory.mktemp("recipe") / "project")
-    tiny.run(project, "snakemake", "--cores", "2", "bench", timeout=3000)
+    (project / "build.txt").write_text(tiny.run(project, "snakemake", "--cores", "2", "bench", timeout=3000).stdout)
     return project
 
 
@@ -37,6 +38,13 @@ def test_every_data_set_goes_through_every_stage(project):
         assert stats["rejected"] == sum(bool(reason) for _, reason in kimi.SETS[name][2])
         engine = json.loads((project / f"data/responses/{name}/fingerprint.json").read_text())["engine"]
         assert engine == ("given" if dataset["answers"] == "on_policy" else "transformers")
+
+
+def test_all_answers_come_before_the_first_states(project):
+    """Two stages at a time, and the server would be loaded anew for each change."""
+    ran = re.findall(r"^Running stage '(\w+)@", (project / "build.txt").read_text(), re.MULTILINE)
+    assert ran.count("generate") == ran.count("extract") == 10
+    assert max(n for n, stage in enumerate(ran) if stage == "generate") < ran.index("extract")
 
 
 def test_the_drafter_is_numbered_as_sglang_reads_it_for_this_family(project):

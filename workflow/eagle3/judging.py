@@ -34,8 +34,8 @@ def refuse_unless_sound(cell: dict[str, Any], minimum: float, max_difference: fl
                 "and serving do not see the same states: check the layers, RoPE, the norm of the last state and the dtype")
 
 
-def verdict(cell: dict[str, Any]) -> str:
-    """One cell in words."""
+def verdict(cell: dict[str, Any], one_of_several: bool = False) -> str:
+    """One cell in words; its variant by name where there are several."""
     figures = cell["all"]
     length, speed = figures["accept_length"], figures["speed_up"]
     range_ = f"{figures['speed_up_low']:.2f} to {figures['speed_up_high']:.2f}"
@@ -45,7 +45,8 @@ def verdict(cell: dict[str, Any]) -> str:
         gain = f"{speed:.2f} times as fast as the baseline ({range_})"
     else:
         gain = f"as fast as the baseline within what was measured: {speed:.2f} times its speed ({range_})"
-    text = (f"With {cell['concurrency']} request{'s' if cell['concurrency'] > 1 else ''} at once the drafter is {gain}. "
+    subject = f"variant {cell['variant']}" if one_of_several else "the drafter"
+    text = (f"With {cell['concurrency']} request{'s' if cell['concurrency'] > 1 else ''} at once {subject} is {gain}. "
             f"Accept length {length['served']:.2f}, {cell['steps'] + 1} at most")
     if length["break_even"]:
         text += (f"; a verify cycle takes as long as {length['break_even']:.2f} tokens of plain decoding, so that many "

@@ -12,10 +12,10 @@ SCHEMA = 2
 
 def content(measured: Measured, cells: list[dict[str, Any]], variants: list[Variant], **more: Any) -> dict[str, Any]:
     """The report. The figures of `all` and `datasets` are those of the first variant at the smallest concurrency."""
-    first = cells[0]
+    first, several = cells[0], len({cell["variant"] for cell in cells}) > 1
     return {
         "schema": SCHEMA, **more,
-        "steps": first["steps"], "verdict": " ".join(judging.verdict(cell) for cell in verdict_cells(cells)),
+        "steps": first["steps"], "verdict": " ".join(judging.verdict(cell, several) for cell in verdict_cells(cells)),
         "differences": judging.explain_differences(first),
         "all": first["all"], "datasets": first["datasets"], "cells": cells,
         "settings": {name or "baseline": found for name, found in measured.settings.items()},
