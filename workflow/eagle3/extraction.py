@@ -30,7 +30,7 @@ from eagle3.shards import QUARANTINED, ShardWriter
 CHECKED = 3  # records, the shortest of the first that are missing, that are captured twice before the rest is
 MIN_AGREEMENT = 0.9  # of greedy tokens; bf16 ties leave some to chance
 MAX_DIFFERENCE, MIN_SHARE = 0.5, 0.95  # a router's tie may send a token to other experts in another batch
-FINISHING = 3  # full shards that wait for the disk
+FINISHING = 3  # full shards that wait for the disk, before no further one is begun
 
 
 @dataclass(frozen=True)
@@ -127,13 +127,15 @@ class Extraction:
         left: dict[str, int] = {}
         writers: dict[str, ShardWriter] = {}
         failed: list[BaseException] = []
-        slots, pool = threading.Semaphore(FINISHING), ThreadPoolExecutor(FINISHING)
+        full, finished, pool = 0, threading.Condition(self._lock), ThreadPoolExecutor(FINISHING)
         bar = Progress(f"extract {self.path.stem}", total, "tokens", done=total - sum(p.tokens for p in self.missing))
 
         def jobs() -> Iterator[Job]:
             for planned, group in zip(self.plan, self._groups()):
                 if planned.key in self.entries:
                     continue
+                with finished:  # here, where new work begins, and nowhere that what is under way would have to wait
+                    finished.wait_for(lambda: full < FINISHING)
                 writer = ShardWriter(self.finished, planned.key, group, self.hidden_size, self.params.dtype)
                 with self._lock:
                     left[planned.key], writers[planned.key] = len(group), writer
@@ -143,15 +145,17 @@ class Extraction:
                     yield Job(writer, row)
 
         def done(job: Job) -> None:
+            nonlocal full
             with self._lock:
                 bar.add(len(job.record.input_ids))
                 left[job.writer.key] -= 1
                 last = left[job.writer.key] == 0
+                full += last
             if last:
-                slots.acquire()
                 pool.submit(finish, job.writer)
 
         def finish(writer: ShardWriter) -> None:
+            nonlocal full
             try:
                 entry = writer.finish()
                 write_json(self.finished / f"{writer.key}.json", entry)
@@ -162,7 +166,9 @@ class Extraction:
             except BaseException as error:  # raised where the jobs are taken, and at the end
                 failed.append(error)
             finally:
-                slots.release()
+                with finished:
+                    full -= 1
+                    finished.notify_all()
 
         try:
             with bar:

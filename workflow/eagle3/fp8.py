@@ -7,7 +7,7 @@ import torch
 
 LARGEST = 448.0  # of e4m3
 BIAS = 127
-CHUNK = 4096  # tokens that are converted at a time
+CHUNK = 1 << 26  # numbers that are converted at a time
 
 
 def quantise(states: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -18,8 +18,9 @@ def quantise(states: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tens
     tokens, width = states.shape
     numbers = torch.empty((tokens, width), dtype=torch.float8_e4m3fn, device=states.device)
     exponents = torch.empty((tokens, width // block), dtype=torch.uint8, device=states.device)
-    for start in range(0, tokens, CHUNK):  # the fp32 copies of a whole prefill batch would take gigabytes
-        rows = slice(start, start + CHUNK)
+    step = max(1, CHUNK // width)
+    for start in range(0, tokens, step):  # the fp32 copies of a whole prefill batch would take gigabytes
+        rows = slice(start, start + step)
         blocks = states[rows].float().unflatten(-1, (-1, block))  # [t, W/block, block]
         largest = blocks.abs().amax(-1, keepdim=True)
         mantissa, exponent = torch.frexp(largest / LARGEST)

@@ -15,11 +15,16 @@ from eagle3.shard_layout import Layout, block_of
 
 
 def states_to_store(layers: list[torch.Tensor], last: torch.Tensor, dtype: str) -> dict[str, torch.Tensor]:
-    """What a shard keeps of captured states [T, H], by region, and `bad` bool [T, 4]: which layers hold NaN or inf."""
+    """What a shard keeps of captured states, `layers` three [T, H] or one [T, 3H], by region, and `bad` bool [T, 4]: which
+    layers hold NaN or inf.
+
+    Runs in the server's scheduler thread, so it makes few calls: the largest magnitude is NaN or inf if any number is.
+    """
     block = block_of(last.shape[-1])
-    bad = torch.stack([~torch.isfinite(part).all(-1) for part in (*layers, last)], dim=-1)
-    found = {"bad": bad}
-    for name, states in (("aux", torch.cat(layers, dim=-1)), ("last", last)):
+    aux = torch.cat(layers, dim=-1)  # [T, 3H], our own: the engine may use its tensors again
+    largest = torch.cat([aux.unflatten(-1, (3, -1)).abs().amax(-1), last.abs().amax(-1, keepdim=True)], dim=-1)  # [T, 4]
+    found = {"bad": ~torch.isfinite(largest)}
+    for name, states in (("aux", aux), ("last", last)):
         found[name], scales = fp8.stored(states, dtype, block)
         if scales is not None:
             found[f"{name}_scales"] = scales
@@ -27,7 +32,8 @@ def states_to_store(layers: list[torch.Tensor], last: torch.Tensor, dtype: str) 
 
 
 def write_tokens(path: str, layout: Layout, row: int, token: int, stored: dict[str, torch.Tensor], span: slice) -> None:
-    """Writes the tokens `span` of `stored` (on the CPU) as the tokens of `row` from `token` on.
+    """Writes the tokens `span` of `stored` (on the CPU) as the tokens of `row` from `token` on, and into the rows behind it
+    where there are more of them.
 
     The file is opened by name each time: once it is finished and renamed, a late write finds nothing to spoil.
     """
@@ -80,7 +86,7 @@ class Offload:
                 on_cpu[name].copy_(tensor, non_blocking=True)
                 tensor.record_stream(self.stream)
                 place += -(-tensor.nbytes // 256) * 256
-            copied = torch.cuda.Event()
+            copied = torch.cuda.Event(blocking=True)  # who waits for it sleeps
             copied.record(self.stream)
         self.work.put((copied, buffer, on_cpu, write))
 

@@ -19,6 +19,7 @@ from eagle3.files import canonical_json, replacing
 
 SCHEMA = pa.schema([("id", pa.string()), ("input_ids", pa.list_(pa.int32())), ("loss_mask", pa.list_(pa.bool_())),
                     ("split", pa.string())])
+BYTES = pa.list_(pa.uint8())
 
 
 @dataclass(frozen=True)
@@ -111,9 +112,19 @@ def _refuse_unless_sane(path, stats: Counter, params) -> None:
 def read(path: str | Path, split: str | None = None) -> Iterator[Record]:
     """Records in file order, those of one split or all."""
     for batch in parquet.ParquetFile(path).iter_batches(batch_size=512):
-        for row in batch.to_pylist():
-            if split is None or row["split"] == split:
-                yield Record(**row)
+        columns = [batch["id"].to_pylist(), _lists(batch["input_ids"], "i"), _lists(batch["loss_mask"].cast(BYTES), "?"),
+                   batch["split"].to_pylist()]
+        for row in zip(*columns):
+            if split is None or row[-1] == split:
+                yield Record(*row)
+
+
+def _lists(column: pa.ListArray, kind: str) -> Iterator[list]:
+    """column.to_pylist(), which makes a call for each token; captures would wait. (And to_numpy() imports all of pandas.)"""
+    values, places = column.values, column.offsets.to_pylist()
+    values = memoryview(values.buffers()[1] or b"").cast(kind)[values.offset:]
+    for begin, end in zip(places, places[1:]):
+        yield values[begin:end].tolist()
 
 
 def count(path: str | Path) -> int:

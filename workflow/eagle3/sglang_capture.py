@@ -2,9 +2,13 @@
 
 Over HTTP go token ids and one generated token; the states go from the server's process to the file, and a line in
 `written.acks` says so. A row is done when its tokens are covered from the first to the last, whatever the server answered.
+
+The server never waits for a file: rows are taken ahead, and while the states of answered ones are on their way to the
+shard, the next are sent. Three times `concurrency` rows are under way at most.
 """
 
 import asyncio
+import itertools
 import json
 import os
 import subprocess
@@ -57,10 +61,11 @@ class Pending:
         self.rid = ""
         self.complete: asyncio.Event = asyncio.Event()
         self.problem = ""
+        self.refused = False  # by the server's answer, so that no states will come
 
 
 class SglangCapture:
-    """Sends jobs to the servers at `urls`, at most `concurrency` rows at once.
+    """Sends jobs to the servers at `urls`, `concurrency` rows at once.
 
     `recover` is called when a server does not answer; it returns when it is back, or raises Refusal.
     """
@@ -85,9 +90,10 @@ class SglangCapture:
                 if not self.root:
                     self.root = os.path.commonpath([await self._checked_root(session, url) for url in self.urls])
                 folders: dict[str, int] = {}
+                taken: asyncio.Queue[list[Job]] = asyncio.Queue(self.calls)
                 reader = asyncio.create_task(self._read_acks(folders, hashers))
-                calls = asyncio.gather(*(self._call(session, n, jobs, done, taker, hashers, folders)
-                                         for n in range(self.calls)))
+                calls = asyncio.gather(self._take(jobs, taker, taken),
+                                       *(self._call(session, n, taken, done, hashers, folders) for n in range(self.calls)))
                 try:
                     finished, _ = await asyncio.wait([reader, calls], return_when=asyncio.FIRST_COMPLETED)
                     for task in finished:
@@ -118,24 +124,44 @@ class SglangCapture:
                           "let the stage start it")
         return roots.pop()
 
-    async def _call(self, session, number: int, jobs, done, taker, hashers, folders) -> None:
-        """One of the calls that are under way at the same time: takes rows, sends them, waits for their states."""
+    async def _take(self, jobs: Iterator[Job], taker: ThreadPoolExecutor, taken: asyncio.Queue) -> None:
+        """Takes rows ahead, so that no call waits while the next shard is read and laid out; nothing, for each call, last."""
         loop = asyncio.get_running_loop()
-        url = self.urls[number % len(self.urls)]
-        while taken := await loop.run_in_executor(taker, _take, jobs):
-            pending = [Pending(job) for job in taken]
-            await self._send(session, url, pending, folders)
-            if len(pending) > 1 or any(p.problem for p in pending):
-                for one in [p for p in pending if not p.complete.is_set()]:  # alone, so that no row fails for another's sake
-                    one.problem = ""
-                    await self._send(session, url, [one], folders)
-            for one in pending:
-                if not one.complete.is_set() and one.problem:
-                    one.job.writer.problems.setdefault(one.job.row, one.problem)
-                await loop.run_in_executor(hashers, done, one.job)
+        while rows := await loop.run_in_executor(taker, lambda: list(itertools.islice(jobs, ROWS))):
+            await taken.put(rows)
+        for _ in range(self.calls):
+            await taken.put([])
+
+    async def _call(self, session, number: int, taken: asyncio.Queue, done, hashers, folders) -> None:
+        """One of the calls that are under way at the same time: sends rows, and the next when these are answered and the
+        states of those before are written."""
+        url, settling = self.urls[number % len(self.urls)], asyncio.create_task(asyncio.sleep(0))
+        try:
+            while rows := await taken.get():
+                pending = [Pending(job) for job in rows]
+                await self._send(session, url, pending, folders)
+                await settling
+                settling = asyncio.create_task(self._settle(session, url, pending, done, hashers, folders))
+            await settling
+        finally:
+            settling.cancel()
+            await asyncio.gather(settling, return_exceptions=True)
+
+    async def _settle(self, session, url: str, pending: list[Pending], done, hashers, folders) -> None:
+        """Waits for the states of rows that were answered, asks once more for those that have none, and calls all done."""
+        await self._written(pending)
+        if len(pending) > 1 or any(p.problem for p in pending):
+            for one in [p for p in pending if not p.complete.is_set()]:  # alone, so that no row fails for another's sake
+                one.problem, one.refused = "", False
+                await self._send(session, url, [one], folders)
+                await self._written([one])
+        for one in pending:
+            if not one.complete.is_set() and one.problem:
+                one.job.writer.problems.setdefault(one.job.row, one.problem)
+            await asyncio.get_running_loop().run_in_executor(hashers, done, one.job)
 
     async def _send(self, session, url: str, pending: list[Pending], folders: dict[str, int]) -> None:
-        """Sends rows in one request and waits until their states are written, or will not be."""
+        """Sends rows in one request and waits for its answer."""
         for one in pending:
             part = one.job.writer.path.resolve()
             if self.root not in map(str, part.parents):
@@ -146,21 +172,20 @@ class SglangCapture:
             folders.setdefault(acks, os.path.getsize(acks) if os.path.exists(acks) else 0)
         body = {"rid": [p.rid for p in pending], "input_ids": [p.job.record.input_ids for p in pending],
                 "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
-        try:
-            problem = await self._post(session, url, body)
-            if problem:
-                for one in pending:
-                    one.problem = problem
-                return
-            end = time.monotonic() + self.patience
+        if problem := await self._post(session, url, body):
             for one in pending:
-                try:
+                one.problem, one.refused = problem, True
+
+    async def _written(self, pending: list[Pending]) -> None:
+        """Returns when the states of answered rows are written, or will not be."""
+        end = time.monotonic() + self.patience
+        for one in pending:
+            try:
+                if not one.refused:
                     await asyncio.wait_for(one.complete.wait(), max(0.01, end - time.monotonic()))
-                except TimeoutError:
-                    one.problem = one.problem or "the server answered, but wrote no states"
-        finally:
-            for one in pending:
-                self.waiting.pop(one.rid, None)
+            except TimeoutError:
+                one.problem = one.problem or "the server answered, but wrote no states"
+            self.waiting.pop(one.rid, None)
 
     async def _post(self, session, url: str, body: dict[str, Any]) -> str:
         """Why the server refuses the request; empty if it answered. Raises Refusal when it stays away."""
@@ -215,12 +240,3 @@ class SglangCapture:
                 loop.call_soon_threadsafe(one.complete.set)
 
         loop.run_in_executor(hashers, cover)
-
-
-def _take(jobs: Iterator[Job]) -> list[Job]:
-    taken: list[Job] = []
-    for job in jobs:
-        taken.append(job)
-        if len(taken) == ROWS:
-            break
-    return taken

@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -55,7 +55,14 @@ class Receiver:
         self.offload: Offload | None = None
         self.layers: dict[int, torch.Tensor] = {}
         self.batch: Any = None
+        self.found: list[Piece] = []
         self.writes: bool | None = None
+
+    def wanted(self, batch: Any) -> list[Piece]:
+        """`pieces`, found once in a forward pass, which asks for them at every captured layer."""
+        if batch is not self.batch or batch is None:
+            self.batch, self.found = batch, self.pieces(batch)
+        return self.found
 
     def pieces(self, batch: Any) -> list[Piece]:
         """Our requests in a prefill batch; none in decode steps, warm-up and on ranks that do not write."""
@@ -75,7 +82,8 @@ class Receiver:
 
     def take(self, layers: list[torch.Tensor], last: torch.Tensor, batch: Any) -> None:
         """Sends the states of our requests to their shards: `layers` three [T, H] or one [T, 3H], `last` [T, H]."""
-        pieces = self.pieces(batch)
+        pieces = self.wanted(batch)
+        self.batch = None
         try:
             if not pieces:
                 return
@@ -93,8 +101,6 @@ class Receiver:
                 return
             if self.offload is None:
                 self.offload = Offload(last.device)
-            if len(layers) == 1:
-                layers = list(layers[0].chunk(3, dim=-1))
             stored = states_to_store([part[:tokens] for part in layers], last[:tokens], layout.dtype)
             self.offload.submit(stored, lambda on_cpu: write(pieces, layouts, on_cpu))
         except Exception as error:
@@ -103,32 +109,74 @@ class Receiver:
 
 
 def write(pieces: list[Piece], layouts: dict[str, Layout], stored: dict[str, torch.Tensor]) -> None:
-    """In a writer thread: every request's tokens to its shard, then the acknowledgement."""
-    for piece in pieces:
+    """In a writer thread: the tokens of all requests to their shards, then the acknowledgements.
+
+    Few and large calls: whenever this thread runs Python, the server's scheduler does not.
+    """
+    try:
+        together = list(runs(pieces, layouts))
+    except Exception as error:
+        tell(pieces, problem=f"{type(error).__name__}: {error}")
+        return
+    told: list[tuple[Piece, dict[str, Any]]] = []
+    bad = stored["bad"] if stored["bad"].any() else None
+    for run in together:
+        first, end = run[0], run[-1].end
         try:
-            layout = layouts[piece.part]
-            room = layout.starts[piece.row + 1] - layout.starts[piece.row] - piece.token
-            end = min(piece.end, piece.begin + room)  # a token that was generated has no place in the shard
-            if end <= piece.begin:
-                continue
-            write_tokens(piece.part, layout, piece.row, piece.token, stored, slice(piece.begin, end))
-            bad = stored["bad"][piece.begin:end]
-            tell([piece], token=piece.token, count=end - piece.begin, bad=bad.any(0).tolist() if bad.any() else None,
-                 bad_token=piece.token + int(bad.any(1).int().argmax()))
+            write_tokens(first.part, layouts[first.part], first.row, first.token, stored, slice(first.begin, end))
+            told += [(piece, written(piece, bad)) for piece in run]
         except Exception as error:
-            tell([piece], problem=f"{type(error).__name__}: {error}")
+            told += [(piece, {"problem": f"{type(error).__name__}: {error}"}) for piece in run]
+    acknowledge(told)
+
+
+def runs(pieces: list[Piece], layouts: dict[str, Layout]) -> Iterator[list[Piece]]:
+    """Pieces that lie side by side in the batch and in a shard, together: tokens 0 to 5 of row 2, then 0 to 9 of row 3, say."""
+    run: list[Piece] = []
+    place = ("", 0)  # in which shard, and where, the run ends
+    for piece in pieces:
+        starts = layouts[piece.part].starts
+        start = starts[piece.row] + piece.token
+        # A token that was generated has no place in the shard.
+        piece = piece._replace(end=min(piece.end, piece.begin + starts[piece.row + 1] - start))
+        if piece.end <= piece.begin:
+            continue
+        if run and (place != (piece.part, start) or run[-1].end != piece.begin):
+            yield run
+            run = []
+        run.append(piece)
+        place = (piece.part, start + piece.end - piece.begin)
+    if run:
+        yield run
+
+
+def written(piece: Piece, bad: torch.Tensor | None) -> dict[str, Any]:
+    """What is said of a piece in its shard; `bad` [T, 4] if the batch has any."""
+    told: dict[str, Any] = {"token": piece.token, "count": piece.end - piece.begin, "bad": None}
+    if bad is not None and (here := bad[piece.begin:piece.end]).any():
+        told |= {"bad": here.any(0).tolist(), "bad_token": piece.token + int(here.any(1).int().argmax())}
+    return told
 
 
 def tell(pieces: list[Piece], **what: Any) -> None:
-    """Appends acknowledgements. A client that is gone, with its folder, is no fault of the server's."""
-    for piece in pieces:
-        line = json.dumps({"rid": piece.rid, **what}).encode() + b"\n"
+    """Says the same of all."""
+    acknowledge([(piece, what) for piece in pieces])
+
+
+def acknowledge(told: list[tuple[Piece, dict[str, Any]]]) -> None:
+    """Appends acknowledgements, those of a folder at once. A client that is gone, with its folder, is no fault of the server's."""
+    lines: dict[str, list[bytes]] = {}
+    for piece, what in told:
+        lines.setdefault(os.path.dirname(piece.part), []).append(json.dumps({"rid": piece.rid, **what}).encode() + b"\n")
+    for folder, content in lines.items():
         try:
-            file = os.open(os.path.join(os.path.dirname(piece.part), ACKS), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-            os.write(file, line)
-            os.close(file)
+            file = os.open(os.path.join(folder, ACKS), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            try:
+                os.write(file, b"".join(content))
+            finally:
+                os.close(file)
         except OSError as error:
-            logger.warning("no acknowledgement for %s: %s", piece.rid, error)
+            logger.warning("no acknowledgements in %s: %s", folder, error)
 
 
 def first_rank() -> bool:
@@ -171,12 +219,12 @@ def layer(config: dict[str, Any]) -> Callable:
     ours, place = receiver(config), config["place"]
 
     def hook(module, arguments, output):
-        ours.batch = next((a for a in arguments if hasattr(a, "forward_mode")), None)
-        if not ours.pieces(ours.batch):
+        pieces = ours.wanted(next((a for a in arguments if hasattr(a, "forward_mode")), None))
+        if not pieces:
             return
         states, residual = output[0], output[1]
         if getattr(states, "_sglang_needs_allreduce_fusion", False):
-            tell(ours.pieces(ours.batch), fatal="layer outputs are partial sums; start the server without "
+            tell(pieces, fatal="layer outputs are partial sums; start the server without "
                  "--enable-flashinfer-allreduce-fusion")
         # Summed at once: the kernels of the next layer overwrite both.
         ours.layers[place] = states + residual
@@ -190,8 +238,8 @@ def final(config: dict[str, Any]) -> Callable:
 
     def hook(module, arguments, output):
         layers, batch = ours.layers, ours.batch
-        ours.layers, ours.batch = {}, None
-        if batch is not None and ours.pieces(batch):
+        ours.layers = {}
+        if batch is not None:
             ours.take([layers[place] for place in sorted(layers)], output[0] if isinstance(output, tuple) else output, batch)
 
     return hook

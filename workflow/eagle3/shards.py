@@ -8,6 +8,7 @@ The digest is xxh3-128 over the head of the file and the xxh3-64 of each row's s
 whatever order they come.
 """
 
+import array
 import mmap
 import os
 import shutil
@@ -83,14 +84,13 @@ class ShardWriter:
                               f"({os.strerror(error.errno)}); finished shards are kept: make room and run the same "
                               "command again") from error
             file.write(self.layout.header)
-            for name, values in {
-                    "offsets": torch.tensor(self.layout.starts),
-                    "input_ids": torch.tensor([i for r in group for i in r.input_ids], dtype=torch.int32),
-                    "loss_mask": torch.tensor([m for r in group for m in r.loss_mask], dtype=torch.bool)}.items():
+            for name, values in {"offsets": [array.array("q", self.layout.starts)],
+                                 "input_ids": (array.array("i", r.input_ids) for r in group),
+                                 "loss_mask": (bytes(r.loss_mask) for r in group)}.items():
                 file.seek(self.layout.regions[name].begin)
-                file.write(values.numpy().tobytes())
-        with open(self.path, "r+b") as file:
-            self._map = mmap.mmap(file.fileno(), 0)
+                file.writelines(values)
+        self._file = open(self.path, "r+b")
+        self._map = mmap.mmap(self._file.fileno(), 0)
 
     def write(self, row: int, stored: dict[str, torch.Tensor], begin: int, end: int) -> None:
         """Writes tokens `begin` to `end` of `stored` (see offload.states_to_store), which are the whole row."""
@@ -99,7 +99,8 @@ class ShardWriter:
         self.cover(row, 0, end - begin, bad_of(bad) if bad.any() else "")
 
     def cover(self, row: int, token: int, count: int, problem: str = "") -> bool:
-        """Notes that `count` tokens from `token` on are written; says whether the row is complete, and hashes it then."""
+        """Notes that `count` tokens from `token` on are written; says whether the row is complete. It is hashed then, and
+        sent on to the disk, or the disk would idle until the shard is full and everybody wait for it at the end."""
         with self._lock:
             if problem:
                 self.problems.setdefault(row, problem)
@@ -107,6 +108,10 @@ class ShardWriter:
         complete = self._covered[row] == [(0, len(self.records[row].input_ids))]
         if complete:
             self.digests[row] = _row_digest(self._map, self.layout, row)
+            for name in self.layout.states:
+                place = self.layout.place(name, row)
+                # What Linux does on this advice with pages that are not on the disk: it begins to write them.
+                os.posix_fadvise(self._file.fileno(), place, self.layout.place(name, row + 1) - place, os.POSIX_FADV_DONTNEED)
         return complete
 
     def missing(self, row: int) -> str:
@@ -125,8 +130,8 @@ class ShardWriter:
                 self.digests[row] = _row_digest(self._map, self.layout, row)
         digest = _combined(self._map, self.layout, self.digests)
         self._map.close()
-        with open(self.path, "rb") as file:
-            os.fsync(file.fileno())
+        with self._file:
+            os.fsync(self._file.fileno())
         final = self.path.with_suffix(".safetensors")
         os.replace(self.path, final)
         splits = [QUARANTINED if row in self.problems else r.split for row, r in enumerate(self.records)]
@@ -143,6 +148,7 @@ class ShardWriter:
     def discard(self) -> None:
         with self._lock:
             self._map.close()
+            self._file.close()
             self.path.unlink(missing_ok=True)
 
 
