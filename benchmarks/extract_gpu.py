@@ -186,6 +186,7 @@ class Bench:
         except Exception as error:
             traceback.print_exc()
             self.results["errors"][label] = f"{type(error).__name__}: {error}"
+        write_json(self.options.results / "extract_gpu.json", self.results)  # now: the time of a call may run out
         print(f"{label} took {time.monotonic() - started:.0f} s", flush=True)
 
     def extract(self, subject: Subject, capture, dtype: str, engine: str, out: Path | None = None) -> dict[str, float]:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from eagle3.capture import Job, Replica, TransformersCapture, batches, decoder_of
+from eagle3.capture import Job, Replica, TransformersCapture, batches, decoder_of, pieces
 from eagle3.errors import Refusal
 from eagle3.layers import captured_layers
 from eagle3.records import Record
@@ -39,8 +39,10 @@ def reference(model, record):
     return torch.cat([states[layer][0] for layer in LAYERS], -1), states[-1][0]
 
 
-def test_states_equal_output_hidden_states(in_tmp, model):
-    """Of lengths that share batches and of one longer than a batch; catalogue D01, D04."""
+@pytest.mark.parametrize("piece", [1, 20_000, 1 << 27])
+def test_states_equal_output_hidden_states(in_tmp, model, monkeypatch, piece):
+    """Of lengths that share batches and of one longer than a batch, written in pieces; catalogue D01, D04."""
+    monkeypatch.setattr("eagle3.capture.PIECE", piece)
     rows = records([5, 60, 7, 61, 300, 6, 40, 5, 12])
     writer, finished = ShardWriter(in_tmp, "k", rows, H, "float32"), []
     capture(model).run((Job(writer, row) for row in range(len(rows))), finished.append)
@@ -127,6 +129,11 @@ def test_batches_keep_to_the_budget_without_much_padding():
     # Unsorted batches of this data would be padding to 45 %.
     assert 1 - sum(len(r.input_ids) for r in rows) / padded < 0.08
     assert [len(batch) for batch in batches([Job(writer, 0)], 1)] == [1]
+
+
+def test_pieces_of_a_batch():
+    assert list(pieces([5, 4, 3, 9, 1], 9)) == [(0, 2), (2, 3), (3, 4), (4, 5)]
+    assert list(pieces([5, 4, 3], 100)) == [(0, 3)] and list(pieces([7], 1)) == [(0, 1)]
 
 
 def make_deepseek():

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -14,6 +15,7 @@ from eagle3.shards import ShardWriter
 from eagle3.target import Target
 
 WINDOW = 16  # batches that are sorted by length together
+PIECE = 1 << 27  # bytes of a batch's states that are copied and written together, by one of several threads
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,17 @@ def batches(jobs: list[Job], batch_tokens: int) -> Iterator[list[Job]]:
         batch.append(job)
     if batch:
         yield batch
+
+
+def pieces(lengths: list[int], most: int) -> Iterator[tuple[int, int]]:
+    """Sequences [first, end) that together have at most `most` tokens; a longer one is alone."""
+    first, tokens = 0, 0
+    for place, length in enumerate(lengths):
+        if place > first and tokens + length > most:
+            yield first, place
+            first, tokens = place, 0
+        tokens += length
+    yield first, len(lengths)
 
 
 class Replica:
@@ -113,18 +126,24 @@ class Replica:
 
     def fill(self, batch: list[Job], done: Callable[[Job], None]) -> None:
         """Captures a batch and sends it to its shards."""
-        ids = [job.record.input_ids for job in batch]
+        lengths = [len(job.record.input_ids) for job in batch]
         with torch.inference_mode():
-            stored = states_to_store(*self.states(ids), batch[0].writer.layout.dtype)
+            stored = states_to_store(*self.states([job.record.input_ids for job in batch]), batch[0].writer.layout.dtype)
 
-        def write(on_cpu):
+        def write(first: int, end: int, on_cpu: dict[str, torch.Tensor]) -> None:
             begin = 0
-            for job, sequence in zip(batch, ids):
-                job.writer.write(job.row, on_cpu, begin, begin + len(sequence))
-                begin += len(sequence)
+            for job, length in zip(batch[first:end], lengths[first:end]):
+                job.writer.write(job.row, on_cpu, begin, begin + length)
+                begin += length
                 done(job)
 
-        self.offload.submit(stored, write)
+        # In pieces: a batch of a large target has a gigabyte of states, which one thread would write while the others idle, and
+        # which would take as much pinned memory for each buffer.
+        token_bytes, begin = sum(tensor.nbytes for tensor in stored.values()) // sum(lengths), 0
+        for first, end in pieces(lengths, max(1, PIECE // token_bytes)):
+            tokens = sum(lengths[first:end])
+            self.offload.submit({name: tensor[begin:begin + tokens] for name, tensor in stored.items()}, partial(write, first, end))
+            begin += tokens
 
 
 class TransformersCapture:
