@@ -25,7 +25,7 @@ h1{{font-size:1.5rem;margin:.2rem 0}}h2{{font-size:1.15rem;margin:2rem 0 .4rem}}
 .note,.legend,figcaption,caption{{color:var(--soft);font-size:.9rem}}.legend span{{display:inline-block;margin-right:1rem}}
 .wide{{overflow-x:auto}}table{{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font-size:.9rem}}
 th,td{{text-align:right;padding:.3rem .5rem;border-bottom:1px solid var(--line);white-space:nowrap}}
-th{{color:var(--soft);font-weight:600}}th:first-child,td:first-child{{text-align:left}}
+th{{color:var(--soft);font-weight:600}}th:first-child,td:first-child{{text-align:left;white-space:normal;min-width:6rem}}
 .plain td{{white-space:normal;overflow-wrap:anywhere;text-align:left}}.plain th{{text-align:left}}
 .plain td:first-child{{min-width:9rem}}
 figure{{margin:1rem 0;break-inside:avoid}}figcaption{{color:var(--ink);font-weight:600}}
@@ -160,7 +160,7 @@ def learning(report: dict) -> str:
 def study(report: dict) -> str:
     """Accept length over training data, where several drafters were served."""
     rows = report.get("study") or []
-    if not rows:
+    if len(rows) < 2:
         return ""
     header = ["drafter", "records", "tokens", "served", "replayed", "simulated"]
     body = [[r["drafter"], r["records"], r["tokens"], *(r["accept_length"][k] for k in ("served", "replayed", "simulated"))]
