@@ -117,7 +117,8 @@ def serving(model: Path, options, flags: dict, log: Path):
     command = [options.server_python, "-m", "sglang.launch_server", "--model-path", str(model.resolve()), "--port",
                str(options.port)]
     for name, value in {**json.loads(options.flags), **flags}.items():
-        command += [f"--{name}", *([] if value is True else map(str, value if isinstance(value, list) else [value]))]
+        if value is not False:
+            command += [f"--{name}", *([] if value is True else map(str, value if isinstance(value, list) else [value]))]
     path = os.pathsep.join([str(Path("workflow").resolve()), *filter(None, [options.site])])
     before = free_memory()
     with open(log, "wb") as output:

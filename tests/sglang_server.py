@@ -35,7 +35,8 @@ def serving(model: Path, flags: dict, log: Path, timeout: float = 420):
     command = [python(), "-m", "sglang.launch_server", "--dtype", "float32", "--host", "127.0.0.1", "--model-path",
                str(model), "--port", str(port), "--skip-server-warmup"]
     for name, value in {**FLAGS, **flags}.items():
-        command += [f"--{name}", *([] if value is True else map(str, value if isinstance(value, list) else [value]))]
+        if value is not False:
+            command += [f"--{name}", *([] if value is True else map(str, value if isinstance(value, list) else [value]))]
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": f"{ROOT / 'workflow'}:{ENVIRONMENT['PYTHONPATH']}"}
     with open(log, "wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment,

@@ -14,7 +14,7 @@ import time
 
 import pytest
 import serving
-from eagle3 import schema, server, supervisor
+from eagle3 import schema, server, sglang_hooks, supervisor
 from eagle3.errors import Refusal
 from serving import gone, wait_until
 
@@ -217,6 +217,16 @@ def test_the_reference_command(tmp_path):
                  "--quantization compressed-tensors", "--disable-custom-all-reduce", "--trust-remote-code"):
         assert re.search(rf"{part}( --|$)", line), part
     assert spec["environment"]["NCCL_BUFFSIZE"] == "16777216"
+
+
+@pytest.mark.parametrize("version", ["0.5.14", "0.5.23"])
+def test_capture_takes_the_flags_of_the_reference_case_without_its_cache(target, version):
+    """SGLang refuses --enable-hierarchical-cache beside --disable-radix-cache, which capture needs."""
+    settings = schema.Server(flags={"enable_hierarchical_cache": True, "hicache-size": 64, "tp-size": 8})
+    capture = sglang_hooks.server_flags(version, [2, 4, 5], [1, 3, 4], "/work")
+    words = server.command_line(settings, server.flags_for(settings, target, capture))
+    assert "--disable-radix-cache" in words and "--enable-hierarchical-cache" not in words and "--tp-size" in words
+    assert "--enable-hierarchical-cache" in server.command_line(settings, server.flags_for(settings, target))
 
 
 def test_warming_needs_a_build_and_ends_with_it(target, monkeypatch):

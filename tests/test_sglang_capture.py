@@ -98,13 +98,15 @@ def test_a_width_that_is_not_3h_stops_the_run(server):
 
 @pytest.mark.timeout(1500)
 def test_the_stage_through_a_lease(tmp_path):
-    """extract.py with hidden_states.engine sglang: it starts the server, and its shards hold what transformers' hold."""
+    """extract.py with hidden_states.engine sglang: it starts the server, and its shards hold what transformers' hold. The flags
+    of the recipe for the server that answers are no hindrance: SGLang refuses the second cache without the first."""
+    flags = {**sglang_server.FLAGS, "enable-hierarchical-cache": True, "hicache-size": 1}
     found = {}
     for engine in ("sglang", "transformers"):
         project = extraction_project.make(tmp_path / engine, tiny.make_model(tmp_path / f"model-{engine}"))
         content = tiny.read_params(project)
         content["hidden_states"] = {"dtype": "bfloat16", "engine": engine, "shard_bytes": 65536}
-        content["server"] = {"python": sglang_server.python(), "flags": sglang_server.FLAGS, "idle_timeout": 0,
+        content["server"] = {"python": sglang_server.python(), "flags": flags, "idle_timeout": 0,
                              "environment": sglang_server.ENVIRONMENT, "port": sglang_server.free_port()}
         tiny.write_params(project, content)
         tiny.run(project, "dvc", "repro", "extract@one")

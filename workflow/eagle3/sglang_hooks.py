@@ -248,10 +248,12 @@ def final(config: dict[str, Any]) -> Callable:
 def server_flags(version: str, captured_layers: list[int], config_ids: list[int], root: str) -> dict[str, Any]:
     """Flags with which a server of this version captures the inputs of `captured_layers` into shards under `root`.
 
-    `config_ids` are the same layers in the convention of its model class.
+    `config_ids` are the same layers in the convention of its model class. False takes a flag away that was given: a token that
+    a cache of prefixes knows has no states, and SGLang does not start with one that is switched off and made larger at once.
     """
     number = tuple(int(word) for word in version.split(".")[:3] if word.isdigit())
-    common = {"disable-radix-cache": True, "disable-prefill-cuda-graph": True}
+    common = {"disable-radix-cache": True, "enable-hierarchical-cache": False, "enable-lmcache": False,
+              "disable-prefill-cuda-graph": True}
     if number >= (0, 5, 23):
         hooks = [_spec("captured", ["logits_processor"], {"root": root})]
         common |= {"enable-return-aux-hidden-states": True, "speculative-algorithm": "EAGLE3",
