@@ -1,6 +1,6 @@
 """The whole job of params.yaml on a GPU machine, SGLang the engine of every stage that has one: what each stage took.
 
-    python benchmarks/job_gpu.py --target MODEL_DIR --site SITE --data FOLDER --out DIR
+    PYTHONPATH=workflow:benchmarks python benchmarks/job_gpu.py --target MODEL_DIR --site SITE --data FOLDER --out DIR
 
 Lays a project out in --work: the Snakefile, dvc.yaml and workflow of this one, and params.yaml with the engines, sizes and sources
 of the options. Then runs `snakemake --cores all bench`, asks Snakemake and DVC what is stale after it (nothing must be), edits
