@@ -45,7 +45,7 @@ test-scenarios: $(VENV)/ready-test
 test-recipe: $(VENV)/ready-test
 	EAGLEMAKE_RECIPE=1 python -m pytest -q tests/test_kimi_recipe.py
 
-# A real SGLang: life cycle, answers, fingerprint, kills. SGLANG is a command that takes launch_server's flags.
+# A real SGLang: life cycle, answers, fingerprint, kills, a bench. SGLANG is a command that takes launch_server's flags.
 test-sglang: $(VENV)/ready-test
 	SGLANG="$(or $(SGLANG),$(error SGLANG=command, for example SGLANG="python3 -m sglang.launch_server"))" \
 	    python -m pytest -q tests/test_real_sglang.py tests/test_sglang_capture.py

@@ -15,6 +15,12 @@ PROGRAM = Path(os.environ.get("SGLANG", "none").split()[0])
 ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(PROGRAM.parent.parent / "stand_ins")}
 FLAGS = {"device": "cpu", "attention-backend": "torch_native", "disable-overlap-schedule": True, "max-total-tokens": 8192,
          "max-running-requests": 32}
+# With these it speculates as well: the kernels of its CPU path, in PyTorch, and the attention backend that calls them.
+KERNELS = Path(__file__).parent / "sglang_cpu_kernels"
+SPECULATIVE = {"environment": {**ENVIRONMENT, "PYTHONPATH": f"{KERNELS}:{ENVIRONMENT['PYTHONPATH']}"},
+               "flags": {"device": "cpu", "attention-backend": "torch_native", "prefill-attention-backend": "intel_amx",
+                         "decode-attention-backend": "intel_amx", "disable-overlap-schedule": True,
+                         "max-total-tokens": 8192}}
 
 
 def python() -> str:

@@ -2,9 +2,10 @@
 
     python tests/standin_sglang.py --port 30000 --model-path DIR [--speculative-... as for SGLang] [--wrong KIND]
 
-SGLang itself cannot speculate without a GPU. KIND: `limit` (fewer requests at once than asked), `ignores` (starts without
-speculation, whatever the flags say), `silent` (no spec_verify_ct), `counts` (every cycle reported as accepting nothing),
-`errors` (every third request fails), `short` (completion_tokens disagree with output_ids), `busy` (never flushes).
+SGLang itself speculates without a GPU only with tests/sglang_cpu_kernels. KIND: `limit` (fewer requests at once than asked),
+`ignores` (starts without speculation, whatever the flags say), `silent` (no spec_verify_ct), `counts` (every cycle reported as
+accepting nothing), `errors` (every third request fails), `short` (completion_tokens disagree with output_ids), `busy` (never
+flushes).
 """
 
 import argparse

@@ -1,9 +1,10 @@
 """Generation with a real SGLang: `make test-sglang SGLANG="COMMAND"`, a command that takes launch_server's flags.
 
-Minutes on a CPU. The target is the embedded one.
+Minutes on a CPU. The target is the embedded one, and for the bench, in which the server speculates, a tiny one.
 """
 
 import itertools
+import json
 import os
 import random
 import shlex
@@ -14,7 +15,7 @@ import time
 import pytest
 import serving
 import sglang_server
-from eagle3 import schema, server, sglang_bench, status, supervisor
+from eagle3 import schema, server, sglang_bench, speculation, status, supervisor
 from eagle3.engines import Request
 from eagle3.errors import Refusal
 from eagle3.measuring import Variant
@@ -22,6 +23,8 @@ from eagle3.render import Renderer
 from eagle3.sglang_engine import SGLangEngine
 from eagle3.transformers_engine import TransformersEngine
 from serving import gone, wait_until
+from test_bench import folder as project  # noqa: F401  (a fixture)
+from test_bench import run as run_bench
 from test_embedded import embedded  # noqa: F401  (a fixture)
 
 pytestmark = [pytest.mark.skipif("SGLANG" not in os.environ, reason="needs SGLang; make test-sglang runs it"),
@@ -151,7 +154,7 @@ def test_nothing_is_left_of_it(embedded, settings, in_tmp):  # noqa: F811
 
 
 def test_every_flag_that_a_bench_gives_is_one_of_this_version(learnt):
-    """Flags are renamed between versions, and argparse refuses an ambiguous beginning of one; a CPU cannot go further."""
+    """Flags are renamed between versions, and argparse refuses an ambiguous beginning of one."""
     plan = sglang_bench.Plan([Variant("3-1-4", learnt.folder, 3)], [1, 8], 64)
     given = [part for name, value in plan.flags(plan.variants[0], {}).items() for part in (f"--{name}", str(value))]
     code = "import argparse, sys; from sglang.srt.server_args import ServerArgs; parser = argparse.ArgumentParser(); " \
@@ -159,3 +162,27 @@ def test_every_flag_that_a_bench_gives_is_one_of_this_version(learnt):
     done = subprocess.run([sglang_server.python(), "-c", code, "--model-path", "x", *given], text=True, capture_output=True,
                           env={**os.environ, **sglang_server.ENVIRONMENT})
     assert done.returncode == 0 and done.stdout.split()[-1] == "8", done.stderr[-2000:]
+
+
+@pytest.mark.skipif(sglang_server.PROGRAM.name != "sglang-cpu", reason="the kernels are those of SGLang 0.5.23 for the CPU")
+def test_a_bench_on_a_server_that_speculates(project):  # noqa: F811
+    """Both arms on SGLang through the supervisor. Its EAGLE worker drafts with our drafter and verifies: it accepts what a
+    replay of its own answers says, and writes what it writes without."""
+    command = [sglang_server.python(), "-m", "sglang.launch_server"]
+    done = run_bench(project, bench={"engine": "sglang", "batch_sizes": [1, 3], "repeats": 1, "max_difference": 0.02},
+                     server={"command": command, "port": serving.free_port(), "start_timeout": 400,
+                             **sglang_server.SPECULATIVE})
+    report = json.loads((project / "data/bench/report.json").read_text())
+    baseline, speculative = (report["settings"][name] for name in ("baseline", "3-1-4"))
+    assert [speculative[key] for key in speculation.SPECULATIVE] == ["EAGLE3", str(project / "data/drafter"), 3, 1, 4]
+    assert not baseline.get("speculative_algorithm")
+    assert all(baseline.get(key) == speculative.get(key) for key in speculation.EQUAL)
+    assert [cell["concurrency"] for cell in report["cells"]] == [1, 3]
+    for cell in report["cells"]:
+        length, outputs = cell["all"]["accept_length"], cell["all"]["outputs"]
+        assert length["served"] > 1.05 and length["served"] == pytest.approx(length["replayed"], rel=0.02)
+        assert outputs["compared"] == outputs["equal"] == 4 and not any(cell["all"]["errors"].values())
+    served = [row for row in report["rows"] if row["variant"] != "baseline"]
+    assert served and all(row["cycles"] and sum(row["accepted"]) == row["cycles"] for row in served)
+    assert all(not row["cycles"] for row in report["rows"] if row["variant"] == "baseline")
+    assert report["verdict"] in done.stderr
