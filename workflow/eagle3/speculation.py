@@ -15,7 +15,8 @@ from eagle3.files import read_json
 ALGORITHMS = {"LlamaForCausalLMEagle3": "EAGLE3"}
 # What must be the same in both arms; speculation or memory silently lowers some of these.
 EQUAL = ("version", "model_path", "dtype", "quantization", "kv_cache_dtype", "tp_size", "dp_size", "ep_size",
-         "context_length", "attention_backend", "sampling_backend", "schedule_policy", "page_size", "disable_radix_cache",
+         "context_length", "attention_backend", "prefill_attention_backend", "decode_attention_backend",
+         "sampling_backend", "schedule_policy", "page_size", "disable_radix_cache",
          "disable_cuda_graph", "max_running_requests",
          "effective_max_running_requests_per_dp", "cuda_graph_max_bs", "chunked_prefill_size",
          "enable_mixed_chunk", "random_seed")
