@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import extraction_project
 import pytest
+import serving
 import tiny
 import torch
 from eagle3 import extraction as module
@@ -344,3 +345,17 @@ def test_a_damaged_shard_in_the_cache_of_dvc_is_rebuilt_alone(project):
     assert contents(out) == before
     shards.ShardSet([out], "train", {})
     assert "up to date" in tiny.run(project, "dvc", "repro", "extract@one").stdout
+
+
+def test_a_command_that_drops_our_path_is_said_so(project, tmp_path):
+    """A launcher that sets PYTHONPATH anew: the log alone would say that a module is missing."""
+    python = tmp_path / "python-with-sglang"
+    python.write_text("#!/bin/sh\necho 0.5.14\n")
+    python.chmod(0o755)
+    content = tiny.read_params(project)
+    content["hidden_states"]["engine"] = "sglang"
+    content["server"] = {"python": str(python), "port": serving.free_port(), "max_restarts": 0,
+                         "command": ["env", "-i", sys.executable, "-c", "import eagle3"]}
+    tiny.write_params(project, content)
+    done = tiny.run(project, "dvc", "repro", "extract@one", check=False)
+    assert done.returncode and "its command drops the PYTHONPATH" in done.stdout

@@ -6,6 +6,7 @@ import contextlib
 from pathlib import Path
 
 from eagle3 import layers, records
+from eagle3.errors import Refusal
 from eagle3.extraction import Extraction
 from eagle3.files import digest_file
 from eagle3.published import cached_files
@@ -55,9 +56,15 @@ def capturing(target: Target, captured: list[int], convention: str, stage: Stage
     flags = {} if settings.endpoints else server_flags(
         engine_version(settings.python, settings.command, environment), captured,
         layers.config_ids(captured, convention), str(WORK.resolve()))
-    with lease(settings, target, flags, environment, stage.say) as held:
-        yield SglangCapture(held.urls, runtime.concurrency, runtime.request_timeout, runtime.max_tries,
-                            recover=lambda: held.wait(settings.start_timeout))
+    try:
+        with lease(settings, target, flags, environment, stage.say) as held:
+            yield SglangCapture(held.urls, runtime.concurrency, runtime.request_timeout, runtime.max_tries,
+                                recover=lambda: held.wait(settings.start_timeout))
+    except Refusal as refusal:
+        if "No module named 'eagle3'" not in str(refusal):
+            raise
+        raise Refusal("the server does not find eagle3, whose hooks write the states: its command drops the PYTHONPATH that it is "
+                      f"given; let it keep what is there (PYTHONPATH=more:$PYTHONPATH). {refusal}") from None
 
 
 if __name__ == "__main__":
