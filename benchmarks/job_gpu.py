@@ -44,7 +44,7 @@ def params(options: argparse.Namespace) -> dict:
     content["records"] |= {"max_tokens": 1024, "validation_share": options.held_out}
     content["vocab"]["size"] = options.vocab
     content["hidden_states"] = {"engine": "sglang", "dtype": "bfloat16" if options.dtype == "bfloat16" else "float32"}
-    content["train"] = {"steps": 4, "lr": 1e-3, "batch_tokens": options.batch_tokens, "dtype": options.dtype, "epochs": 1000,
+    content["train"] = {"init": options.init, "steps": options.steps, "lr": options.lr, "batch_tokens": options.batch_tokens, "dtype": options.dtype, "epochs": 1000,
                         "max_updates": options.updates, "validate_every": max(1, options.updates // 5),
                         "architecture": {"intermediate_size": options.intermediate}}
     content["bench"] |= {
@@ -117,6 +117,9 @@ def main() -> None:
     parser.add_argument("--held-out-prompts", type=int, default=56)
     parser.add_argument("--vocab", type=int, default=16384)
     parser.add_argument("--intermediate", type=int, default=4096)
+    parser.add_argument("--init", default="random")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--updates", type=int, default=400)
     parser.add_argument("--batch-tokens", type=int, default=16384)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 16, 64])
