@@ -44,7 +44,8 @@ def params(options: argparse.Namespace) -> dict:
     content["records"] |= {"max_tokens": 1024, "validation_share": options.held_out}
     content["vocab"]["size"] = options.vocab
     content["hidden_states"] = {"engine": "sglang", "dtype": "bfloat16" if options.dtype == "bfloat16" else "float32"}
-    content["train"] = {"init": options.init, "steps": options.steps, "lr": options.lr, "batch_tokens": options.batch_tokens, "dtype": options.dtype, "epochs": 1000,
+    content["train"] = {"init": options.init, "steps": options.steps, "lr": options.lr, "batch_tokens": options.batch_tokens,
+                        "dtype": options.dtype, "epochs": 1000,
                         "max_updates": options.updates, "validate_every": max(1, options.updates // 5),
                         "architecture": {"intermediate_size": options.intermediate}}
     content["bench"] |= {
