@@ -28,7 +28,8 @@ def folder(tmp_path_factory, tiny_target, learnt):
     for name in ("one", "two"):
         (data / "responses" / name).mkdir(parents=True)
         (data / "responses" / name / "raw_responses.jsonl").write_text("{}\n")
-        write_json(data / "responses" / name / "fingerprint.json", {"engine": "sglang", "versions": {"sglang": "0.5.14"}})
+        write_json(data / "responses" / name / "fingerprint.json", {
+            "engine": "sglang", "numerics": {"dtype": "float32"}, "made_by": [{"engine": "sglang", "reported": {"version": "0.5.14"}}]})
     states = {"target_digest": tiny_target.digest, "convention": "plus_one", "rows": 4, "tokens": 100, "layers": [2, 4, 5],
               "records_digest": "ab"}
     drafter = tiny_drafter.save(learnt.drafter, data / "drafter", vocab="cd", made_with={"git_commit": "ef"},
@@ -78,7 +79,7 @@ def test_in_process(folder):
     length = report["all"]["accept_length"]
     assert length["served"] == length["replayed"] and report["all"]["outputs"]["equal"] == 6
     assert report["verdict"] in done.stderr
-    assert report["lineage"]["one: answered by"] == "sglang sglang 0.5.14"
+    assert report["lineage"]["one: answered by"] == "sglang 0.5.14, dtype float32"
     assert len(report["rows"]) == 2 * 2 * 6
     tokens = sum(r["ids"] for r in report["rows"] if r["variant"] != "baseline")
     assert tokens / sum(r["cycles"] for r in report["rows"]) == pytest.approx(length["served"])

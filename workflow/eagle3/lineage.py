@@ -204,7 +204,7 @@ def page(found: dict[str, Any]) -> str:
              f"  recorded in: {found['recorded_in'] or 'no dvc.lock of this repository'}"]
     width = max((len(entry["stage"]) for entry in found["artifacts"]), default=0)
     for entry in found["artifacts"]:
-        said = _answers(entry["about"]) if entry["stage"].startswith("generate@") else ", ".join(
+        said = answers(entry["about"]) if entry["stage"].startswith("generate@") else ", ".join(
             key.replace("_", " ") if value is True else f"{key.replace('_', ' ')} {_plain(value)}"
             for key, value in entry["about"].items() if value is not None)
         lines.append(f"  {'here   ' if entry['here'] else 'MISSING'}  {entry['stage']:<{width}}  {said}".rstrip())
@@ -217,7 +217,7 @@ def page(found: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _answers(fingerprint: dict[str, Any]) -> str:
+def answers(fingerprint: dict[str, Any]) -> str:
     """Who answered, in which numerics, with which sampling, in one line of what is in fingerprint.json."""
     numerics, sampling = fingerprint.get("numerics", {}), fingerprint.get("sampling", {})
     makers = {_maker(maker): None for maker in fingerprint.get("made_by", []) if isinstance(maker, dict)}

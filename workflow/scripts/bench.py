@@ -10,6 +10,7 @@ from pathlib import Path
 from eagle3 import benching, export, held_out, judging, layers, measuring, page, report, sglang_bench, sources
 from eagle3.errors import Refusal
 from eagle3.files import digest_file, read_json, replacing, write_json, write_text
+from eagle3.lineage import answers
 from eagle3.measuring import Measured, Variant
 from eagle3.render import Renderer
 from eagle3.simulation import Simulator
@@ -106,9 +107,7 @@ def lineage(folder: Path, training: dict, target: Target, responses: Path) -> di
         made[f"{name}: hidden states"] = f"{states['rows']} records, {states['tokens']} tokens, layers {states['layers']}"
         made[f"{name}: records"] = states["records_digest"]
         made[f"{name}: responses"] = digest_file(responses / name / "raw_responses.jsonl")
-        found = read_json(responses / name / "fingerprint.json")
-        versions = [f"{package} {version}" for package, version in found.get("versions", {}).items()]
-        made[f"{name}: answered by"] = " ".join([found["engine"], *versions])
+        made[f"{name}: answered by"] = answers(read_json(responses / name / "fingerprint.json"))
     return {**made, "git commit": training["made_with"]["git_commit"]}
 
 
