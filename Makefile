@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 CORES ?= all
 
-.PHONY: drafter bench doctor plan trace push status test test-scenarios test-recipe test-sglang test-slurm deps docs graph lint
+.PHONY: drafter bench doctor plan trace push status test test-scenarios test-recipe test-sglang test-slurm docs graph lint
 
 drafter: $(VENV)/ready
 	snakemake --cores $(CORES) drafter
@@ -48,7 +48,7 @@ test-recipe: $(VENV)/ready-test
 # A real SGLang: life cycle, answers, fingerprint, kills, a bench. SGLANG is a command that takes launch_server's flags.
 test-sglang: $(VENV)/ready-test
 	SGLANG="$(or $(SGLANG),$(error SGLANG=command, for example SGLANG="python3 -m sglang.launch_server"))" \
-	    python -m pytest -q tests/test_real_sglang.py tests/test_sglang_capture.py
+	    python -m pytest -q tests/test_real_sglang.py tests/capture/test_sglang_capture.py
 
 # The slurm profile against a SLURM of this machine's own; needs root and Debian's slurmctld, slurmd, slurm-client, munge.
 test-slurm: $(VENV)/ready-test
@@ -56,18 +56,15 @@ test-slurm: $(VENV)/ready-test
 
 lint: $(VENV)/ready-test
 	ruff check workflow tests benchmarks
+	PYTHONPATH=workflow lint-imports
 	snakefmt --check Snakefile workflow/rules
 	snakemake --lint
 
-# Writes the code files that each stage imports into dvc.yaml.
-deps: $(VENV)/ready
-	PYTHONPATH=workflow python -m eagle3.code
-
 # Writes docs/params.md and docs/report.md from their schemas, and docs/failures.md from its parts.
 docs: $(VENV)/ready
-	PYTHONPATH=workflow python -m eagle3.reference
-	PYTHONPATH=workflow python -m eagle3.report_schema
-	PYTHONPATH=workflow python -m eagle3.failures
+	PYTHONPATH=workflow python -m eagle3.commands.reference
+	PYTHONPATH=workflow python -m eagle3.bench.report_schema
+	PYTHONPATH=workflow python -m eagle3.commands.failures
 
 # Draws the graph of stages as Snakemake sees it; needs Graphviz.
 graph: $(VENV)/ready

@@ -90,7 +90,7 @@ def bare_snakefile(folder: Path) -> Path:
     head = (f"DATASETS = {known['datasets']!r}\nCODE = {known['code']!r}\n"
             "def stage_code(stage):\n    return CODE[stage]\n"
             "def half_the_cores(wildcards):\n    return 1\n"
-            "def gate(stage):\n    return f'python -m eagle3.gate {stage} 2>&1 | tee {{log}}'\n\n")
+            "def gate(stage):\n    return f'python -m eagle3.build.gate {stage} 2>&1 | tee {{log}}'\n\n")
     target = "rule drafter:\n    input:\n        rules.train.output,\n"
     path = folder / "workflow/rules/bare.smk"
     path.write_text(head + text + target)
@@ -106,7 +106,7 @@ def main() -> None:
     os.environ["PATH"] = os.path.dirname(os.path.abspath(sys.executable)) + os.pathsep + os.environ["PATH"]
     with tempfile.TemporaryDirectory() as temporary:
         folder = make_project(Path(temporary), arguments.datasets)
-        gate = [sys.executable, "-m", "eagle3.gate", "train"]
+        gate = [sys.executable, "-m", "eagle3.build.gate", "train"]
         smk, dvc = [sys.executable, "-m", "snakemake", "--cores", "2"], [sys.executable, "-m", "dvc"]
         whole = cpu(*smk, "bench", folder=folder)
         stages = len(json.loads((folder / ".build/bridge.json").read_text())["stages"])

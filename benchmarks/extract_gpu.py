@@ -37,16 +37,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from eagle3 import extraction, records, sglang_hooks, shards
-from eagle3 import layers as layer_numbers
-from eagle3.capture import TransformersCapture, batches
-from eagle3.errors import Refusal
-from eagle3.extraction import Extraction, self_check
-from eagle3.files import digest_file, write_json
-from eagle3.records import Record
-from eagle3.sglang_capture import SglangCapture, engine_version
-from eagle3.shard_layout import bytes_per_token
-from eagle3.target import Target, describe
+from eagle3.capture import extraction, sglang_hooks
+from eagle3.capture.extraction import Extraction, self_check
+from eagle3.capture.sglang_capture import SglangCapture, engine_version
+from eagle3.capture.transformers_capture import TransformersCapture, batches
+from eagle3.core.errors import Refusal
+from eagle3.core.files import digest_file, write_json
+from eagle3.hidden_states import shards
+from eagle3.hidden_states.layout import bytes_per_token
+from eagle3.records import records
+from eagle3.records.records import Record
+from eagle3.target import layers as layer_numbers
+from eagle3.target.model import Target, describe
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 FLAGS = {"attention-backend": "triton", "sampling-backend": "pytorch", "grammar-backend": "none",

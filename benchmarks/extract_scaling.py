@@ -27,11 +27,11 @@ HIDDEN = 64
 def worker(options: argparse.Namespace, tokens: int) -> None:
     """One extraction; prints its figures as JSON."""
     import torch
-    from eagle3 import records
-    from eagle3.capture import TransformersCapture
-    from eagle3.extraction import Extraction
-    from eagle3.records import Record
-    from eagle3.target import Target
+    from eagle3.capture.extraction import Extraction
+    from eagle3.capture.transformers_capture import TransformersCapture
+    from eagle3.records import records
+    from eagle3.records.records import Record
+    from eagle3.target.model import Target
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.set_num_threads(options.threads)

@@ -13,10 +13,12 @@ import json
 from pathlib import Path
 
 import torch
-from eagle3 import export, shards, unrolled
-from eagle3 import layout as layouts
-from eagle3.step_ops import quantize
-from eagle3.target import Target
+from eagle3.drafter import export
+from eagle3.hidden_states import shards
+from eagle3.target.model import Target
+from eagle3.training.fused import plan as layouts
+from eagle3.training.fused import unrolled
+from eagle3.training.fused.step_ops import quantize
 
 STEPS = 3
 

@@ -30,7 +30,7 @@ def write_rows(path: Path, count: int) -> None:
 
 def lay_out(work: Path, rows: int, port: int, concurrency: int) -> None:
     """A project with one data set, whose engine is the tests' server."""
-    import serving
+    import server_parts as serving
     import tiny
     import yaml
 

@@ -31,8 +31,8 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "workflow"))
 
-from eagle3 import prompts as prompt_files  # noqa: E402
-from eagle3.server import FOLDER  # noqa: E402
+from eagle3.prompts import prompts as prompt_files  # noqa: E402
+from eagle3.serving.server import FOLDER  # noqa: E402
 
 FLAGS = {"attention-backend": "triton", "sampling-backend": "pytorch", "grammar-backend": "none",
          "disable-piecewise-cuda-graph": True, "mem-fraction-static": 0.5, "cuda-graph-max-bs-decode": 128}

@@ -31,16 +31,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "workflow/scripts")
 import torch
 import train as stage
 import yaml
-from eagle3 import drafter as drafters
-from eagle3 import layers, metrics, parallel, shards, vocab, warm_start
-from eagle3 import params as parameters
-from eagle3.checkpoints import Checkpoints
-from eagle3.files import digest_of, read_json, write_json
-from eagle3.objective import Objective
-from eagle3.packing import packed_epoch
-from eagle3.schema import Train
-from eagle3.target import Target
-from eagle3.trainer import Trainer
+from eagle3.core import params as parameters
+from eagle3.core.files import digest_of, read_json, write_json
+from eagle3.core.schema import Train
+from eagle3.drafter import acceptance as metrics
+from eagle3.drafter import model as drafters
+from eagle3.hidden_states import shards
+from eagle3.records import draft_vocab as vocab
+from eagle3.target import layers
+from eagle3.target.model import Target
+from eagle3.training import parallel, warm_start
+from eagle3.training.checkpoints import Checkpoints
+from eagle3.training.objective import Objective
+from eagle3.training.packing import packed_epoch
+from eagle3.training.trainer import Trainer
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KEPT = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",

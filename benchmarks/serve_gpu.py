@@ -26,12 +26,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from eagle3 import export, held_out, judging, layers, measuring, report, sglang_bench
-from eagle3.errors import Refusal
-from eagle3.files import read_json, write_json, write_text
-from eagle3.measuring import Variant
-from eagle3.simulation import Simulator
-from eagle3.target import Target, describe
+from eagle3.bench import questions as held_out
+from eagle3.bench import report
+from eagle3.bench import sglang as sglang_bench
+from eagle3.bench import statistics as measuring
+from eagle3.bench import verdict as judging
+from eagle3.bench.replay import Simulator
+from eagle3.bench.statistics import Variant
+from eagle3.core.errors import Refusal
+from eagle3.core.files import read_json, write_json, write_text
+from eagle3.drafter import export
+from eagle3.target import layers
+from eagle3.target.model import Target, describe
 
 COMMON = {"attention-backend": "triton", "sampling-backend": "pytorch", "grammar-backend": "none",
           "disable-piecewise-cuda-graph": True, "mem-fraction-static": 0.5, "max-total-tokens": 300000,

@@ -26,12 +26,13 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from eagle3 import parallel, shards
-from eagle3.checkpoints import Checkpoints
-from eagle3.offload import states_to_store
-from eagle3.records import Record
-from eagle3.schema import Runtime, Train
-from eagle3.trainer import Stop, Trainer
+from eagle3.capture.offload import states_to_store
+from eagle3.core.schema import Runtime, Train
+from eagle3.hidden_states import shards
+from eagle3.records.records import Record
+from eagle3.training import parallel
+from eagle3.training.checkpoints import Checkpoints
+from eagle3.training.trainer import Stop, Trainer
 from train_throughput import FULL, TINY, make_drafter, make_rows
 
 EMBEDDED = {"hidden_size": 576, "vocab_size": 49152, "intermediate_size": 4096, "num_attention_heads": 9,

@@ -21,12 +21,16 @@ import traceback
 from pathlib import Path
 
 import torch
-from eagle3 import layout as layouts
-from eagle3 import loader, shards, ttt, unrolled, vocab
-from eagle3.drafter import Drafter, drafter_config
-from eagle3.offload import states_to_store
-from eagle3.packing import packed_epoch
-from eagle3.records import Record
+from eagle3.capture.offload import states_to_store
+from eagle3.drafter import ttt
+from eagle3.drafter.model import Drafter, drafter_config
+from eagle3.hidden_states import shards
+from eagle3.records import draft_vocab as vocab
+from eagle3.records.records import Record
+from eagle3.training import loader
+from eagle3.training.fused import plan as layouts
+from eagle3.training.fused import unrolled
+from eagle3.training.packing import packed_epoch
 
 LIMIT = 790e12 / 16.3e9  # tokens/s
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

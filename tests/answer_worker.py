@@ -17,11 +17,12 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "workflow")]
 
-from eagle3 import generation, schema  # noqa: E402
-from eagle3.journal import Journal  # noqa: E402
-from eagle3.process import exclusive  # noqa: E402
-from eagle3.sglang_engine import SGLangEngine  # noqa: E402
-from eagle3.target import Target  # noqa: E402
+from eagle3.core import schema  # noqa: E402
+from eagle3.core.process import exclusive  # noqa: E402
+from eagle3.responses import answering as generation  # noqa: E402
+from eagle3.responses.journal import Journal  # noqa: E402
+from eagle3.responses.sglang_engine import SGLangEngine  # noqa: E402
+from eagle3.target.model import Target  # noqa: E402
 
 SAMPLING = schema.Sampling(max_new_tokens=16)
 

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import tiny
 import yaml
-from eagle3 import records as record_files
-from eagle3.files import write_json
-from eagle3.records import Record
-from eagle3.target import describe
+from eagle3.core.files import write_json
+from eagle3.records import records as record_files
+from eagle3.records.records import Record
+from eagle3.target.model import describe
 
 BAD = 399  # an id that no record has unless asked for
 

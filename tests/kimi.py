@@ -248,7 +248,7 @@ def write(path: Path, rows: list) -> Path:
 def tiny_recipe(model: Path, files: dict[str, Path], rows: int) -> dict:
     """The Kimi recipe with the tiny model in place of the target, local files in place of the hub, and everything that
     costs time made small. What a data set is (kind of answers, shape, columns, turns) stays as the recipe says."""
-    from eagle3.params import read_yaml
+    from eagle3.core.params import read_yaml
 
     recipe = read_yaml(tiny.ROOT / "recipes/kimi-k2.5.yaml")
     recipe["target"].update(source={"path": str(model)}, dtype="float32", quantization=None, context_length=1024)

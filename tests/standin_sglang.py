@@ -40,9 +40,10 @@ class Standin:
 
     def __init__(self, given: argparse.Namespace):
         import torch
-        from eagle3 import export, layers
-        from eagle3.files import read_json
-        from eagle3.speculate import Decoder
+        from eagle3.bench.speculate import Decoder
+        from eagle3.core.files import read_json
+        from eagle3.drafter import export
+        from eagle3.target import layers
         from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(1)

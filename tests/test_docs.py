@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import tiny
-from eagle3 import params as parameters
-from eagle3 import reference
+from eagle3.commands import reference
+from eagle3.core import params as parameters
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

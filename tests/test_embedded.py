@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 import tiny
-from eagle3 import params, prompts, sources
-from eagle3.render import Renderer
-from eagle3.target import Target
+from eagle3.core import params, sources
+from eagle3.prompts import prompts
+from eagle3.prompts.chat_template import Renderer
+from eagle3.target.model import Target
 
 PARAMS = params.load(tiny.ROOT / "params.yaml")
 ENGLISH = (

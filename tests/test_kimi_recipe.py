@@ -11,7 +11,7 @@ from pathlib import Path
 import kimi
 import pytest
 import tiny
-from eagle3.params import read_yaml
+from eagle3.core.params import read_yaml
 
 pytestmark = pytest.mark.skipif("EAGLEMAKE_RECIPE" not in os.environ, reason="slow; make test-recipe runs it")
 

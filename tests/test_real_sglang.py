@@ -13,19 +13,23 @@ import subprocess
 import time
 
 import pytest
-import serving
+import server_parts as serving
 import sglang_server
-from eagle3 import schema, server, sglang_bench, speculation, status, supervisor
-from eagle3.engines import Request
-from eagle3.errors import Refusal
-from eagle3.measuring import Variant
-from eagle3.render import Renderer
-from eagle3.sglang_engine import SGLangEngine
-from eagle3.transformers_engine import TransformersEngine
-from serving import gone, wait_until
-from test_bench import folder as project  # noqa: F401  (a fixture)
-from test_bench import run as run_bench
-from test_embedded import embedded  # noqa: F401  (a fixture)
+from eagle3.bench import sglang as sglang_bench
+from eagle3.bench import speculation
+from eagle3.bench.statistics import Variant
+from eagle3.core import schema
+from eagle3.core.errors import Refusal
+from eagle3.prompts.chat_template import Renderer
+from eagle3.responses import status
+from eagle3.responses.engines import Request
+from eagle3.responses.sglang_engine import SGLangEngine
+from eagle3.responses.transformers_engine import TransformersEngine
+from eagle3.serving import server, supervisor
+from server_parts import gone, wait_until
+from tests.bench.test_bench import folder as project  # noqa: F401  (a fixture)
+from tests.bench.test_bench import run as run_bench
+from tests.test_embedded import embedded  # noqa: F401  (a fixture)
 
 pytestmark = [pytest.mark.skipif("SGLANG" not in os.environ, reason="needs SGLang; make test-sglang runs it"),
               pytest.mark.timeout(1200)]
@@ -142,7 +146,7 @@ def test_killed_in_the_middle_it_comes_back_and_no_row_is_lost(running, embedded
 
 def test_nothing_is_left_of_it(embedded, settings, in_tmp):  # noqa: F811
     """SIGKILL of the process that holds the lease, while the real thing is starting."""
-    from test_server import holder
+    from tests.serving.test_server import holder
 
     other = holder(embedded, settings.model_copy(update={"port": serving.free_port()}))
     state = server.read_state()

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import kimi
 import pytest
-from eagle3 import conversations, params, prompts, shards, sources
-from eagle3.errors import Refusal
-from eagle3.layers import IF_FIRST_IS_ONE, captured_layers, config_ids, convention_of
-from eagle3.render import Renderer
-from eagle3.schema import Dataset, Prompts, Source, Target
+from eagle3.core import params, sources
+from eagle3.core.errors import Refusal
+from eagle3.core.schema import Dataset, Prompts, Source, Target
+from eagle3.hidden_states import shards
+from eagle3.prompts import prompts
+from eagle3.prompts import rows as conversations
+from eagle3.prompts.chat_template import Renderer
+from eagle3.target.layers import IF_FIRST_IS_ONE, captured_layers, config_ids, convention_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = {path.stem: params.read_yaml(path) for path in sorted((ROOT / "recipes").glob("*.yaml"))}
@@ -72,8 +75,8 @@ def test_the_kimi_recipe_is_the_reference_case():
 
 @pytest.fixture(scope="module")
 def kimi_target(tmp_path_factory):
-    from eagle3.target import Target as Folder
-    from eagle3.target import describe
+    from eagle3.target.model import Target as Folder
+    from eagle3.target.model import describe
 
     folder = tmp_path_factory.mktemp("kimi")
     model = kimi.make_model(folder / "model")

@@ -4,12 +4,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from eagle3 import drafter as drafters
-from eagle3 import export, layers, records, ttt, vocab
-from eagle3.capture import Replica
-from eagle3.files import write_json
-from eagle3.speculate import Decoder
-from eagle3.target import Target, describe
+from eagle3.bench.speculate import Decoder
+from eagle3.capture.transformers_capture import Replica
+from eagle3.core.files import write_json
+from eagle3.drafter import export, ttt
+from eagle3.drafter import model as drafters
+from eagle3.records import draft_vocab as vocab
+from eagle3.records import records
+from eagle3.target import layers
+from eagle3.target.model import Target, describe
 
 SETTINGS = SimpleNamespace(dtype="float32", quantization=None, kv_cache_dtype="auto", context_length=256,
                            chat_template_kwargs={}, template_date="2025-01-01", trust_remote_code=False)

@@ -6,9 +6,9 @@ import signal
 import sys
 from pathlib import Path
 
-import training
-from eagle3.errors import Refusal
-from eagle3.trainer import Stop
+import training_parts as training
+from eagle3.core.errors import Refusal
+from eagle3.training.trainer import Stop
 
 folder, data, kind, out = sys.argv[1:]
 around, seen = {"parallel": kind, "checkpoint_every": 1000}, {}

@@ -8,10 +8,10 @@ import time
 
 import build_overhead
 import pytest
-import serving
+import server_parts as serving
 import tiny
 
-from scenarios.conftest import Project, at_once
+from tests.scenarios.conftest import Project, at_once
 
 pytestmark = pytest.mark.timeout(1800)  # stages are real processes; a busy machine takes its time
 
@@ -152,7 +152,7 @@ def test_inputs_and_code_edited_while_a_stage_runs(copy):
     """The stage fails naming the file, and nothing is recorded; parameters of others may be edited."""
     project = copy("project")
     project.edit_params(bench__max_new_tokens=6)
-    for file in ("data/drafter/config.json", "workflow/eagle3/report.py"):
+    for file in ("data/drafter/config.json", "workflow/eagle3/bench/report.py"):
         build = start(project, "dvc", "repro", "-s", "bench")
         stage = wait_for_start(project, "bench")
         os.kill(stage, signal.SIGSTOP)

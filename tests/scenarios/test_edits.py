@@ -8,7 +8,7 @@ import pytest
 import tiny
 import yaml
 
-from scenarios.conftest import CHAIN, at_once
+from tests.scenarios.conftest import CHAIN, at_once
 
 pytestmark = pytest.mark.timeout(1800)  # stages are real processes; a busy machine takes its time
 
@@ -138,7 +138,7 @@ def test_10_15_tuning_and_form_change_nothing(copy):
 def test_16_a_helper_module_reaches_exactly_its_importers(pair):
     """`export` is imported by train and bench only; its comment changes no weight."""
     def check(project, tool):
-        project.comment("workflow/eagle3/export.py")
+        project.comment("workflow/eagle3/drafter/export.py")
         assert project.stale() == {"train", "bench"}
         assert project.planned() == {"train", "bench"}
         project.build(tool)

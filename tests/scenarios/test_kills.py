@@ -16,12 +16,13 @@ from pathlib import Path
 
 import pyarrow.parquet as parquet
 import pytest
-from eagle3 import keys, process
-from eagle3.errors import Refusal
+from eagle3.build import keys
+from eagle3.core import process
+from eagle3.core.errors import Refusal
 from safetensors import safe_open
 
-from scenarios.conftest import Project, at_once
-from scenarios.test_damage import assert_all_end
+from tests.scenarios.conftest import Project, at_once
+from tests.scenarios.test_damage import assert_all_end
 
 KILLS = int(os.environ.get("EAGLEMAKE_KILLS", "50" if "EAGLEMAKE_SCENARIOS" in os.environ else "8"))
 SEED = int(os.environ.get("EAGLEMAKE_SEED", time.time_ns() % 10**6))
@@ -46,7 +47,7 @@ def test_killed_at_random_the_build_ends_as_if_undisturbed(copy, monkeypatch):
 
 
 def kill_often(project: Project, chance: random.Random) -> None:
-    quick, whole = [sys.executable, "-m", "eagle3.gate", "tokenize@one"], [
+    quick, whole = [sys.executable, "-m", "eagle3.build.gate", "tokenize@one"], [
         [sys.executable, "-m", "snakemake", "--cores", "2", "bench"], [sys.executable, "-m", "dvc", "repro"]]
     started = time.monotonic()
     subprocess.run(quick, cwd=project.folder, check=True, capture_output=True)

@@ -12,7 +12,7 @@ import urllib.request
 
 import pytest
 
-from scenarios.conftest import clone
+from tests.scenarios.conftest import clone
 
 pytestmark = pytest.mark.timeout(1800)  # stages are real processes; a busy machine takes its time
 
@@ -48,7 +48,7 @@ def test_11_another_branch_and_back(copy, tool):
     project = copy("project")
     project.git("checkout", "-q", "-b", "other")
     project.edit_params(bench__max_new_tokens=6)
-    project.comment("workflow/eagle3/report.py")
+    project.comment("workflow/eagle3/bench/report.py")
     assert project.stale() == {"bench"} and project.planned() == {"bench"}
     project.build(tool)
     assert project.ran() == ["bench"]

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-import serving
+import server_parts as serving
 import tiny
 
 pytestmark = pytest.mark.timeout(900)

@@ -8,8 +8,8 @@ import sys
 
 sys.path.insert(0, os.path.join(workflow.basedir, "workflow"))
 
-from eagle3.bridge import Bridge
-from eagle3.errors import Refusal
+from eagle3.build.bridge import Bridge
+from eagle3.core.errors import Refusal
 from snakemake.exceptions import WorkflowError
 
 try:
@@ -25,7 +25,7 @@ wildcard_constraints:
 
 
 def stage_code(stage):
-    """Files that a stage's script is made of."""
+    """Every file of the folders that dvc.yaml lists for a stage: Snakemake sees no edit inside a folder."""
     return BRIDGE.code[stage]
 
 
@@ -40,7 +40,7 @@ def half_the_cores(wildcards):
 def gate(stage):
     """Shell text that brings a stage up to date through DVC, and keeps what it says: Ctrl-C reaches tee as well, and a stage
     has last words."""
-    return f"python -m eagle3.gate {stage} 2>&1 | tee -i {{log}}"
+    return f"python -m eagle3.build.gate {stage} 2>&1 | tee -i {{log}}"
 
 
 onstart:

@@ -7,15 +7,24 @@ import csv
 import shutil
 from pathlib import Path
 
-from eagle3 import benching, export, held_out, judging, layers, measuring, page, report, sglang_bench, sources
-from eagle3.errors import Refusal
-from eagle3.files import digest_file, read_json, replacing, write_json, write_text
-from eagle3.lineage import answers
-from eagle3.measuring import Measured, Variant
-from eagle3.render import Renderer
-from eagle3.simulation import Simulator
-from eagle3.stage import Stage, main, running
-from eagle3.target import Target
+from eagle3.bench import in_process as benching
+from eagle3.drafter import export
+from eagle3.bench import questions as held_out
+from eagle3.bench import verdict as judging
+from eagle3.target import layers
+from eagle3.bench import statistics as measuring
+from eagle3.bench import page
+from eagle3.bench import report
+from eagle3.bench import sglang as sglang_bench
+from eagle3.core import sources
+from eagle3.core.errors import Refusal
+from eagle3.core.files import digest_file, read_json, replacing, write_json, write_text
+from eagle3.responses.responses import made_by
+from eagle3.bench.statistics import Measured, Variant
+from eagle3.prompts.chat_template import Renderer
+from eagle3.bench.replay import Simulator
+from eagle3.core.stage import Stage, main, running
+from eagle3.target.model import Target
 
 
 def build(arguments: argparse.Namespace) -> None:
@@ -76,7 +85,7 @@ def read_questions(params, target: Target, seen: set[str]) -> dict[str, list[dic
 def serve(stage: Stage, target: Target, prompts: list[dict], variants: list[Variant]) -> Measured:
     """Both arms on servers of the supervisor. Raises Refusal if other people's servers are all there is: their flags cannot
     be changed, and both arms need the same ones."""
-    from eagle3.server import lease
+    from eagle3.serving.server import lease
 
     params, settings = stage.params.bench, stage.params.server
     if settings.endpoints:
@@ -107,7 +116,7 @@ def lineage(folder: Path, training: dict, target: Target, responses: Path) -> di
         made[f"{name}: hidden states"] = f"{states['rows']} records, {states['tokens']} tokens, layers {states['layers']}"
         made[f"{name}: records"] = states["records_digest"]
         made[f"{name}: responses"] = digest_file(responses / name / "raw_responses.jsonl")
-        made[f"{name}: answered by"] = answers(read_json(responses / name / "fingerprint.json"))
+        made[f"{name}: answered by"] = made_by(read_json(responses / name / "fingerprint.json"))
     return {**made, "git commit": training["made_with"]["git_commit"]}
 
 

@@ -11,10 +11,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from eagle3 import doctor
-from eagle3.errors import Refusal
-from eagle3.files import read_json, write_json
-from eagle3.target import Target
+from eagle3.commands import doctor
+from eagle3.core.errors import Refusal
+from eagle3.core.files import read_json, write_json
+from eagle3.target.model import Target
 
 
 def open_target(folder: Path, scratch: Path) -> Target:

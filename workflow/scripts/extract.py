@@ -5,13 +5,14 @@ import argparse
 import contextlib
 from pathlib import Path
 
-from eagle3 import layers, records
-from eagle3.errors import Refusal
-from eagle3.extraction import Extraction
-from eagle3.files import digest_file
-from eagle3.published import cached_files
-from eagle3.stage import WORK, Stage, main, running
-from eagle3.target import Target
+from eagle3.target import layers
+from eagle3.records import records
+from eagle3.core.errors import Refusal
+from eagle3.capture.extraction import Extraction
+from eagle3.core.files import digest_file
+from eagle3.core.dvc_cache import cached_files
+from eagle3.core.stage import WORK, Stage, main, running
+from eagle3.target.model import Target
 
 
 def build(arguments: argparse.Namespace) -> None:
@@ -44,13 +45,13 @@ def capturing(target: Target, captured: list[int], convention: str, stage: Stage
     """The engine that runs the target: in this process, or a server that the stage holds for as long."""
     runtime, settings = stage.params.runtime, stage.params.server
     if stage.params.hidden_states.engine == "transformers":
-        from eagle3.capture import TransformersCapture
+        from eagle3.capture.transformers_capture import TransformersCapture
 
         yield TransformersCapture(target, captured, runtime.batch_tokens)
         return
-    from eagle3.server import lease
-    from eagle3.sglang_capture import SglangCapture, engine_version, server_environment
-    from eagle3.sglang_hooks import server_flags
+    from eagle3.capture.sglang_capture import SglangCapture, engine_version, server_environment
+    from eagle3.capture.sglang_hooks import server_flags
+    from eagle3.serving.server import lease
 
     environment = server_environment(settings.environment)
     flags = {} if settings.endpoints else server_flags(

@@ -5,14 +5,15 @@ import argparse
 import itertools
 from pathlib import Path
 
-from eagle3 import generation, responses
-from eagle3.files import read_json, read_jsonl
-from eagle3.journal import Journal
-from eagle3.published import cached_file
-from eagle3.render import Renderer
-from eagle3.stage import Stage, main, running
-from eagle3.status import Status
-from eagle3.target import Target, numerics
+from eagle3.responses import answering as generation
+from eagle3.responses import responses
+from eagle3.core.files import read_json, read_jsonl
+from eagle3.responses.journal import Journal
+from eagle3.core.dvc_cache import cached_file
+from eagle3.prompts.chat_template import Renderer
+from eagle3.core.stage import Stage, main, running
+from eagle3.responses.status import Status
+from eagle3.target.model import Target, numerics
 
 BROKEN_SHARE = 0.05  # more answers that look broken are worth a word
 
@@ -76,10 +77,10 @@ def make_engine(stage: Stage, target: Target):
     """The engine that params.yaml names; only the one that is used is imported."""
     params = stage.params
     if params.generate.engine == "sglang":
-        from eagle3.sglang_engine import SGLangEngine
+        from eagle3.responses.sglang_engine import SGLangEngine
 
         return SGLangEngine(target, params.generate.sampling, params.server, params.runtime, stage.say)
-    from eagle3.transformers_engine import TransformersEngine
+    from eagle3.responses.transformers_engine import TransformersEngine
 
     return TransformersEngine(target, params.generate.sampling, params.runtime.batch_size)
 

@@ -6,9 +6,10 @@ import json
 import re
 import sys
 
-from eagle3 import params as parameters
-from eagle3 import plan, planpage
-from eagle3.errors import Refusal
+from eagle3.core import params as parameters
+from eagle3.commands import plan
+from eagle3.commands import planpage
+from eagle3.core.errors import Refusal
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 

@@ -6,11 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from eagle3 import prompts, sources
-from eagle3.progress import counted
-from eagle3.render import Renderer, probe
-from eagle3.stage import main, running
-from eagle3.target import Target
+from eagle3.prompts import prompts
+from eagle3.core import sources
+from eagle3.core.progress import counted
+from eagle3.prompts.chat_template import Renderer, probe
+from eagle3.core.stage import main, running
+from eagle3.target.model import Target
 
 
 def build(arguments: argparse.Namespace) -> None:

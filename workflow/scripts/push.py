@@ -5,9 +5,9 @@ import argparse
 import subprocess
 import sys
 
-from eagle3 import params as parameters
-from eagle3.errors import Refusal
-from eagle3.keys import stage_names
+from eagle3.core import params as parameters
+from eagle3.core.errors import Refusal
+from eagle3.build.keys import stage_names
 
 
 def targets(stages: list[str], wanted: list[str]) -> list[str]:

@@ -6,9 +6,10 @@ import sys
 import time
 from pathlib import Path
 
-from eagle3 import params, server
-from eagle3.errors import Refusal
-from eagle3.target import Target
+from eagle3.core import params
+from eagle3.serving import server
+from eagle3.core.errors import Refusal
+from eagle3.target.model import Target
 
 
 def main() -> None:

@@ -5,8 +5,9 @@ import argparse
 import contextlib
 import sys
 
-from eagle3 import params, status
-from eagle3.errors import Refusal
+from eagle3.core import params
+from eagle3.responses import status
+from eagle3.core.errors import Refusal
 
 
 def main() -> None:

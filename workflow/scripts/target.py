@@ -4,10 +4,10 @@ import _path  # noqa: F401, I001  (first: see there)
 import argparse
 from pathlib import Path
 
-from eagle3 import sources
-from eagle3.files import replacing, write_json
-from eagle3.stage import main, running
-from eagle3.target import convert_gguf, describe
+from eagle3.core import sources
+from eagle3.core.files import replacing, write_json
+from eagle3.core.stage import main, running
+from eagle3.target.model import convert_gguf, describe
 
 
 def build(arguments: argparse.Namespace) -> None:

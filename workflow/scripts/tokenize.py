@@ -5,9 +5,10 @@ import argparse
 from collections import Counter
 from pathlib import Path
 
-from eagle3 import records, responses
-from eagle3.progress import counted
-from eagle3.stage import main, running
+from eagle3.records import records
+from eagle3.responses import responses
+from eagle3.core.progress import counted
+from eagle3.core.stage import main, running
 
 
 def build(arguments: argparse.Namespace) -> None:

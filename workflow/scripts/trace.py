@@ -6,8 +6,8 @@ import json
 import sys
 from pathlib import Path
 
-from eagle3 import lineage
-from eagle3.errors import Refusal
+from eagle3.commands import trace as lineage
+from eagle3.core.errors import Refusal
 
 
 def main() -> None:

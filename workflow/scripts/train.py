@@ -11,15 +11,20 @@ from pathlib import Path
 import torch
 import transformers
 
-from eagle3 import drafter as drafters
-from eagle3 import export, layers, parallel, shards, vocab, warm_start
-from eagle3.checkpoints import Checkpoints
-from eagle3.errors import Refusal
-from eagle3.files import digest_file, read_json, replacing, write_json
-from eagle3.process import git, watch_ancestors
-from eagle3.stage import Stage, main, running
-from eagle3.target import Target
-from eagle3.trainer import Progressed, Trainer
+from eagle3.drafter import model as drafters
+from eagle3.drafter import export
+from eagle3.target import layers
+from eagle3.training import parallel
+from eagle3.hidden_states import shards
+from eagle3.records import draft_vocab as vocab
+from eagle3.training import warm_start
+from eagle3.training.checkpoints import Checkpoints
+from eagle3.core.errors import Refusal
+from eagle3.core.files import digest_file, read_json, replacing, write_json
+from eagle3.core.process import git, watch_ancestors
+from eagle3.core.stage import Stage, main, running
+from eagle3.target.model import Target
+from eagle3.training.trainer import Progressed, Trainer
 
 KEPT = ("target_digest", "hidden_size", "layers", "convention", "last_is", "dtype", "tokenizer_digest", "records_digest",
         "tokens", "rows", "engine")

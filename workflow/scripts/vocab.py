@@ -5,12 +5,13 @@ import argparse
 from collections import Counter
 from pathlib import Path
 
-from eagle3 import records, vocab
-from eagle3.errors import Refusal
-from eagle3.files import digest_file, write_json
-from eagle3.progress import counted
-from eagle3.stage import main, running
-from eagle3.target import Target
+from eagle3.records import records
+from eagle3.records import draft_vocab as vocab
+from eagle3.core.errors import Refusal
+from eagle3.core.files import digest_file, write_json
+from eagle3.core.progress import counted
+from eagle3.core.stage import main, running
+from eagle3.target.model import Target
 
 
 def build(arguments: argparse.Namespace) -> None:

@@ -1,0 +1,1 @@
+"""Tests mirror workflow/; helpers lie on top."""

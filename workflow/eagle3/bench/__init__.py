@@ -1,0 +1,1 @@
+"""Baseline against drafter: run, count, judge, report."""

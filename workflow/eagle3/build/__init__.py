@@ -1,0 +1,1 @@
+"""Snakemake and DVC in step. No stage imports it."""

@@ -1,0 +1,1 @@
+"""Hidden states out of the target, into shards."""

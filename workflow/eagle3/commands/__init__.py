@@ -1,0 +1,1 @@
+"""What people run beside a build: plan, status, trace, doctor, push."""

@@ -1,0 +1,1 @@
+"""Rows of any shape become prompts with token ids."""

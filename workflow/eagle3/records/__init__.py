@@ -1,0 +1,1 @@
+"""Training sequences and the draft vocabulary."""

@@ -1,0 +1,293 @@
+"""Answers from SGLang servers over HTTP: many requests at once, none lost, none twice, none mixed.
+
+An answer counts only if it is whole and belongs to its request (`checked`). A server that dies, hangs or refuses costs
+time, never a row: the request is tried again, elsewhere if there is another server.
+"""
+
+import asyncio
+import contextlib
+import json
+import random
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import aiohttp
+
+from eagle3.core.errors import Refusal
+from eagle3.responses.engines import Request, Result
+from eagle3.responses.slots import Slots
+from eagle3.serving.server import FOLDER, SERVERS, Lease, lease
+from eagle3.target.model import Target
+
+BUSY = (408, 425, 429, 503)  # "later": tried again for as long as the request's time lasts, at no cost in tries
+STREAM_INTERVAL = 64  # tokens between signs of life of a request
+LONGEST_PAUSE = 30.0
+
+
+class Again(Exception):
+    """This try failed, another may not. `costs`: it counts as one of the row's tries. `down`: the server is suspect."""
+
+    def __init__(self, reason: str, detail: str = "", costs: bool = True, down: bool = False):
+        super().__init__(f"{reason}: {detail}")
+        self.reason, self.detail, self.costs, self.down = reason, detail, costs, down
+
+
+class Permanent(Exception):
+    """The server turned the row down, and will again."""
+
+    def __init__(self, reason: str, detail: str):
+        super().__init__(detail)
+        self.reason, self.detail = reason, detail[:500]
+
+
+class Endpoint:
+    """A server's address with the requests that it is working on. `down`: no requests until it is ready again."""
+
+    def __init__(self, url: str):
+        self.url = url
+        self.down_since: float | None = None
+        self.probe: asyncio.Future | None = None  # the question whether it is ready again
+        self.deadlines: set[asyncio.Timeout] = set()  # one for each request in flight
+        self.failures = 0  # since the last token
+        self.token_at = time.monotonic()
+
+    def alive(self) -> None:
+        self.token_at, self.failures = time.monotonic(), 0
+
+    def take_down(self) -> None:
+        self.down_since = self.down_since or time.monotonic()
+
+
+class SGLangEngine:
+    """Client of one server that a supervisor owns, or of several that others run (`server.endpoints`).
+
+    `settings` and `runtime` are the sections `server` and `runtime` of params.yaml.
+    """
+
+    def __init__(self, target: Target, sampling, settings, runtime, say: Callable[[str], None] = print):
+        self.target, self.sampling, self.settings, self.runtime, self.say = target, sampling, settings, runtime, say
+        self.counts: Counter = Counter()  # failures that were tried again, by reason
+        self.stack = contextlib.ExitStack()
+
+    def __enter__(self) -> dict[str, Any]:
+        self.server: Lease = self.stack.enter_context(lease(self.settings, self.target, say=self.say))
+        found = self.server.fingerprint
+        self.say(f"server ready: SGLang {found['version']}, dtype {found['dtype']}, KV cache {found['kv_cache_dtype']}, "
+                 f"quantisation {found['quantization']}, context {found['context_length']}")
+        reported = {k: v for k, v in found.items() if k != "model_path"}
+        return {"engine": "sglang", "reported": reported, "flags": dict(self.settings.flags),
+                "environment": {k: str(v) for k, v in self.settings.environment.items()}}
+
+    def __exit__(self, *_) -> None:
+        self.stack.close()
+        if self.counts:
+            self.say("tried again: " + ", ".join(f"{reason} {count}" for reason, count in self.counts.most_common()))
+        if self.counts["busy"] > 100:
+            self.say("the server often had no room; a smaller runtime.concurrency wastes less")
+
+    def run(self, requests: Iterator[Request], on_result: Callable[[Result], Request | None]) -> None:
+        asyncio.run(self._run(iter(requests), on_result))
+
+    async def _run(self, requests, on_result) -> None:
+        self.endpoints = [Endpoint(url) for url in self.server.urls]
+        if self.server.folder is None:  # the lease waited for one of them; each is compared with the target before its use
+            for endpoint in self.endpoints:
+                endpoint.take_down()
+        self.following: deque[Request] = deque()
+        slots = Slots((FOLDER if self.server.folder else SERVERS) / "slots", self.runtime.concurrency)
+        self.open = 0  # requests taken and not finished: while there are any, more may follow
+        # A row that was in flight at several deaths of its server may be their cause: it goes on in ever smaller
+        # company, until it dies alone or is cleared.
+        self.lanes = {2: asyncio.Semaphore(max(1, self.runtime.concurrency // 16)), 3: asyncio.Semaphore(1)}
+        # No limit of the client's own: a request's time runs from when it is sent, never from when it queues.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3)  # less than the server's 5 s
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=30)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False) as self.session:
+            workers = asyncio.gather(*[self._work(requests, on_result, slots) for _ in range(self.runtime.concurrency)])
+            watch = asyncio.create_task(self._watch())
+            try:
+                done, _ = await asyncio.wait([workers, watch], return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+            finally:
+                workers.cancel()
+                watch.cancel()
+                await asyncio.gather(workers, watch, return_exceptions=True)
+                slots.close()
+
+    async def _work(self, requests: Iterator[Request], on_result, slots: Slots) -> None:
+        while True:
+            # A conversation's next turn goes before a new conversation, so that what is begun gets finished.
+            request = self.following.popleft() if self.following else next(requests, None)
+            if request is None:
+                if not self.open:
+                    return
+                await asyncio.sleep(0.05)
+                continue
+            self.open += 1
+            async with slots.one():
+                result = await self._answer(request)
+            if following := on_result(result):
+                self.following.append(following)
+            self.open -= 1
+
+    async def _answer(self, request: Request) -> Result:
+        """Tries until there is an answer, or a reason to give the row up."""
+        tries = deaths = 0
+        pause, begun, last = 0.0, time.monotonic(), None
+        while True:
+            async with self.lanes.get(min(deaths, 3)) or contextlib.nullcontext():
+                last = await self._endpoint(last)
+                try:
+                    ids, reason = await self._ask(last, request)
+                    return Result(request, ids, reason, tries=tries + deaths + 1)
+                except Permanent as failure:
+                    return Result(request, error=failure.reason, detail=failure.detail, tries=tries + deaths + 1)
+                except Again as failure:
+                    again = failure
+            self.counts[again.reason] += 1
+            last.failures += 1
+            tries += again.costs
+            if again.reason == "server_died":
+                deaths += 1
+            patience = self.runtime.request_timeout * self.runtime.max_tries
+            if tries >= self.runtime.max_tries or deaths > 3 or time.monotonic() - begun > patience:
+                return Result(request, error=again.reason, detail=again.detail[:500], tries=tries + deaths)
+            if again.down:
+                last.take_down()
+                continue
+            pause = min(LONGEST_PAUSE, max(0.1, 2 * pause))
+            await asyncio.sleep(pause * random.uniform(0.5, 1))
+
+    async def _endpoint(self, last: Endpoint | None) -> Endpoint:
+        """The server with the fewest requests; not the one that just failed if there is another. Waits for one."""
+        while not (up := [e for e in self.endpoints if e.down_since is None]):
+            await asyncio.sleep(0.02)
+        return min([e for e in up if e is not last] or up, key=lambda e: len(e.deadlines))
+
+    async def _ask(self, endpoint: Endpoint, request: Request) -> tuple[list[int], str]:
+        """(ids, "stop" or "length"). Raises Again or Permanent."""
+        identity = f"{request.key}-{time.monotonic_ns():x}"  # names this try: an answer to an earlier one is no answer
+        body = {"rid": identity, "input_ids": request.prompt_ids, "stream": True,
+                "sampling_params": self._sampling_params(request)}
+        deadline = asyncio.timeout(self.runtime.request_timeout)
+        try:
+            async with deadline:
+                endpoint.deadlines.add(deadline)
+                async with self.session.post(f"{endpoint.url}/generate", json=body) as response:
+                    if response.status != 200:
+                        text = (await response.text())[:500]
+                        if response.status in BUSY:
+                            raise Again("busy", f"HTTP {response.status} {text}", costs=False)
+                        if response.status >= 500:
+                            raise Again(f"http_{response.status}", text)
+                        raise Permanent(f"http_{response.status}", text)
+                    last = await self._last_event(endpoint, response)
+            return checked(last, request, identity, self.target.vocab_size)
+        except TimeoutError:
+            if endpoint.down_since:
+                raise Again("server_died", "it gave no token and was given up", costs=False, down=True) from None
+            raise Again("timeout", f"no whole answer in {self.runtime.request_timeout:.0f} s") from None
+        except aiohttp.ClientConnectorError as error:
+            raise Again("no_connection", str(error), costs=False, down=True) from None
+        except aiohttp.ClientPayloadError as error:
+            raise Again("cut", str(error), down=True) from None
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise Again("server_died", f"{type(error).__name__} {error}", costs=False, down=True) from None
+        finally:
+            endpoint.deadlines.discard(deadline)
+
+    def _sampling_params(self, request: Request) -> dict[str, Any]:
+        sampling = self.sampling
+        params = {"max_new_tokens": request.max_new_tokens, "temperature": sampling.temperature,
+                  "stream_interval": STREAM_INTERVAL}
+        if sampling.temperature > 0:
+            # The seed counts where the server runs with --enable-deterministic-inference.
+            params |= {"top_p": sampling.top_p, "top_k": sampling.top_k or -1, "sampling_seed": request.seed}
+        return params
+
+    async def _last_event(self, endpoint: Endpoint, response) -> bytes:
+        """The last event of the stream: the whole answer. Earlier ones are signs of life and are not even parsed."""
+        last, rest = b"", b""
+        async for chunk in response.content.iter_any():
+            endpoint.alive()
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                if line.startswith(b"data:"):
+                    if line[5:].strip() == b"[DONE]":
+                        return last
+                    last = line[5:]
+        raise Again("cut", "the stream ended without its end mark")
+
+    async def _watch(self) -> None:
+        """Brings back servers that are down, and gives up those that hold requests and give no token: the time since
+        the last token is what counts, of any request, since a long answer or a long queue is no failure."""
+        loop, patience = asyncio.get_running_loop(), self.runtime.stall_timeout
+        while True:
+            await asyncio.sleep(0.05)
+            now = time.monotonic()
+            for endpoint in self.endpoints:
+                if endpoint.down_since is not None:
+                    if endpoint.probe is None:
+                        endpoint.probe = loop.run_in_executor(None, self.server.state, endpoint.url, min(patience, 60))
+                    elif endpoint.probe.done():
+                        probe, endpoint.probe = endpoint.probe, None
+                        if probe.result() == "ready":
+                            self._bring_back(endpoint)
+                elif not endpoint.deadlines and not endpoint.failures:
+                    endpoint.token_at = now
+                elif now - endpoint.token_at > patience:
+                    self.say(f"{endpoint.url}: {len(endpoint.deadlines)} requests and no token for {patience:.0f} s")
+                    endpoint.take_down()
+                    self.server.report_stuck()
+                    for deadline in list(endpoint.deadlines):
+                        deadline.reschedule(loop.time())
+            if self.server.folder is None and all(
+                    e.down_since is not None and now - e.down_since > patience for e in self.endpoints):
+                raise Refusal(f"no token from {', '.join(self.server.urls)} for {patience:.0f} s; finished rows are kept: "
+                              "start a server and run the same command again")
+
+    def _bring_back(self, endpoint: Endpoint) -> None:
+        away = time.monotonic() - endpoint.down_since
+        endpoint.down_since = None
+        if away > 1:  # a moment's absence proves nothing, and must not set the watch back
+            endpoint.alive()
+            self.say(f"{endpoint.url} is back after {away:.0f} s")
+
+
+def checked(event: bytes, request: Request, identity: str, vocab_size: int) -> tuple[list[int], str]:
+    """(ids, "stop" or "length") of an answer that is whole and belongs to `request`. Raises Again or Permanent."""
+    try:
+        answer = json.loads(event)
+        if "error" in answer:
+            error = answer["error"]
+            message = str(error.get("message", error) if isinstance(error, dict) else error)
+            raise Permanent("refused_by_server", message)
+        meta, ids = answer["meta_info"], answer["output_ids"]
+        finish = meta["finish_reason"]
+        kind = finish["type"]
+        if kind == "abort":
+            status, message = finish.get("status_code"), str(finish.get("message"))
+            if status == 400:
+                raise Permanent("http_400", message)
+            raise Again("busy" if status in BUSY else "aborted", message, costs=status not in BUSY)
+        whole = isinstance(ids, list) and ids and all(type(i) is int for i in ids)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Again("garbage", f"{type(error).__name__} in {event[:200]!r}") from None
+    if meta.get("id") not in (None, identity):
+        raise Again("wrong_row", f"the answer is for request {meta['id']}")
+    if kind not in ("stop", "length") or not whole:
+        raise Again("garbage", f"finish reason {kind!r}, {len(ids or [])} ids")
+    if kind == "stop" and isinstance(finish.get("matched"), int) and ids[-1] != finish["matched"]:
+        raise Again("wrong_ids", f"stopped at token {finish['matched']}, but the last id is {ids[-1]}")
+    if max(ids) >= vocab_size or min(ids) < 0:
+        raise Again("wrong_ids", f"id {max(ids)} in a vocabulary of {vocab_size}")
+    if len(ids) > request.max_new_tokens or meta.get("completion_tokens", len(ids)) != len(ids):
+        raise Again("wrong_ids", f"{len(ids)} ids, {meta.get('completion_tokens')} counted, {request.max_new_tokens} asked")
+    if kind == "length" and len(ids) < request.max_new_tokens:
+        raise Again("wrong_ids", f"cut at {len(ids)} ids, {request.max_new_tokens} asked")
+    if meta.get("prompt_tokens", len(request.prompt_ids)) != len(request.prompt_ids):
+        raise Again("wrong_row", f"the server saw {meta['prompt_tokens']} prompt ids, not {len(request.prompt_ids)}")
+    return ids, kind

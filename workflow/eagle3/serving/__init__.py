@@ -1,0 +1,1 @@
+"""A SGLang server and how to talk to it."""

@@ -1,0 +1,263 @@
+"""The SGLang server as its users see it: what is asked for, a lease on it, and the check that it is what was asked for.
+
+`with lease(settings, target) as server:` attaches to the machine's server if it runs in exactly this configuration,
+and has a supervisor (`eagle3.serving.supervisor`) start it otherwise. `settings` is the section `server` of params.yaml.
+"""
+
+import contextlib
+import fcntl
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from eagle3.core.errors import Refusal
+from eagle3.core.files import digest_of, read_json, write_json
+from eagle3.core.process import driving_ancestors, start_time
+from eagle3.serving import supervisor
+from eagle3.target.model import Target
+
+SERVERS = Path(".work/server")
+FOLDER = SERVERS / platform.node()  # a process number means something on its own machine only, and .work may be shared
+NUMERICS = {"model-path": "target.source", "dtype": "target.dtype", "kv-cache-dtype": "target.kv_cache_dtype",
+            "quantization": "target.quantization", "context-length": "target.context_length"}
+OURS = {"host": "server.host", "port": "server.port", "weight-version": "nothing, since it carries the target's digest"}
+
+
+def flags_for(settings, target: Target, more: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Flags of launch_server: those that follow from the target, then `server.flags`, then a stage's own (`more`).
+
+    Raises Refusal if `server.flags` sets what decides the answers: it would change them and make nothing stale.
+    """
+    for name in settings.flags:
+        if owner := NUMERICS.get(name.replace("_", "-")) or OURS.get(name.replace("_", "-")):
+            raise Refusal(f"server.flags.{name} is {settings.flags[name]!r}, but that flag is set by {owner}; "
+                          "remove it from server.flags")
+    info = target.info
+    derived = {"model-path": str(target.path.resolve()), "host": settings.host, "port": settings.port,
+               "dtype": info["dtype"], "context-length": info["context_length"], "weight-version": target.digest,
+               "quantization": info["quantization"], "trust-remote-code": info["trust_remote_code"],
+               "kv-cache-dtype": None if info["kv_cache_dtype"] == "auto" else info["kv_cache_dtype"],
+               "enable-metrics": True}
+    given = {name.replace("_", "-"): value for name, value in settings.flags.items()}
+    return {**derived, **given, **(more or {})}
+
+
+def command_line(settings, flags: dict[str, Any]) -> list[str]:
+    """True becomes a bare flag, a list several words; False and None leave it out."""
+    words = list(settings.command or [settings.python, "-m", "sglang.launch_server"])
+    for name, value in flags.items():
+        if value is not None and value is not False:
+            values = value if isinstance(value, list) else [] if value is True else [value]
+            words += [f"--{name}", *map(str, values)]
+    return words
+
+
+def specification(settings, target: Target, more: dict[str, Any] | None = None,
+                  environment: dict[str, str] | None = None) -> dict[str, Any]:
+    """spec.json: all that a supervisor must know. `digest` names the configuration."""
+    command = command_line(settings, flags_for(settings, target, more))
+    variables = {name: str(value) for name, value in {**settings.environment, **(environment or {})}.items()}
+    host = "127.0.0.1" if settings.host == "0.0.0.0" else settings.host
+    return {"command": command, "environment": variables, "digest": digest_of([command, variables]),
+            "host": settings.host, "port": settings.port, "url": f"http://{host}:{settings.port}",
+            "start_timeout": settings.start_timeout, "idle_timeout": settings.idle_timeout,
+            "stop_timeout": settings.stop_timeout, "max_restarts": settings.max_restarts,
+            "backoff": settings.restart_backoff, "driver": driving_ancestors()[-1:]}
+
+
+def refuse_if_other(found: dict[str, Any], target: Target, url: str) -> None:
+    """Compares what a server reports with what was asked for. Raises Refusal naming the field and both values."""
+    info = target.info
+    if found["weight_version"] != target.digest:
+        same = found["weight_version"] in (None, "default") and found["model_path"] and (
+            os.path.realpath(found["model_path"]) == os.path.realpath(target.path))
+        if not same:
+            raise Refusal(
+                f"the server at {url} runs {found['model_path']} (weight version {found['weight_version']}), not "
+                f"{target.path} (digest {target.digest}); start it with `--weight-version {target.digest}` if it is it")
+    for field in ("kv_cache_dtype", "quantization", "dtype", "context_length"):
+        asked, reported = info[field], found.get(field)
+        if (asked or "auto") != (reported or "auto"):
+            raise Refusal(f"the server at {url} reports {field} {reported!r}, but target.{field} is {asked!r}; restart "
+                          f"the server, or set target.{field} to what it reports")
+
+
+class Lease:
+    """The right to use servers. `urls`: where they are. `fingerprint`: what the first one reported."""
+
+    def __init__(self, urls: list[str], target: Target, folder: Path | None):
+        self.urls, self.target, self.folder = urls, target, folder
+        self.fingerprint: dict[str, Any] = {}
+        self.stuck: int | None = None  # the process that was reported stuck; not ready again until another has its place
+
+    def state(self, url: str, patience: float = 60) -> str:
+        """"ready", or "down" while it may come back. Raises Refusal if it will not, or is not what was asked for.
+
+        For a server that a supervisor owns its word counts; another one must generate a token within `patience` s.
+        """
+        if self.folder is None:
+            if not supervisor.generates(url, patience):
+                return "down"
+            try:
+                refuse_if_other(supervisor.fingerprint(url), self.target, url)
+            except (OSError, ValueError):
+                return "down"
+            return "ready"
+        state = read_state(self.folder)
+        if not alive(state):
+            raise Refusal(f"the supervisor of the server ended; see {self.folder / 'supervisor.log'}, then run the same "
+                          "command again: finished rows are kept")
+        if state["phase"] == "failed":
+            raise Refusal(state["reason"])
+        if state["phase"] != "ready" or state["server"] == self.stuck:
+            return "down"
+        refuse_if_other(state["fingerprint"], self.target, url)
+        return "ready" if start_time(state["server"]) else "down"
+
+    def report_stuck(self) -> None:
+        """Has the supervisor end and restart a server that gives no more tokens; others' servers are left alone."""
+        if self.folder and alive(state := read_state(self.folder)):
+            self.stuck = state["server"]
+            os.kill(state["supervisor"][0], signal.SIGUSR1)
+
+    def wait(self, patience: float) -> None:
+        """Returns when one server is ready. Raises Refusal when all stay away for `patience` seconds, or fail."""
+        end = time.monotonic() + patience
+        while True:
+            for url in self.urls:
+                if self.state(url) == "ready":
+                    self.fingerprint = (read_state(self.folder)["fingerprint"] if self.folder
+                                        else supervisor.fingerprint(url))
+                    return
+            if time.monotonic() > end:
+                raise Refusal(f"no token from {', '.join(self.urls)} within {patience:.0f} s; are the servers running?")
+            time.sleep(0.1 if self.folder else 2)
+
+
+def read_state(folder: Path = FOLDER) -> dict[str, Any]:
+    """state.json, or {} before there was a server."""
+    return read_json(folder / "state.json") if (folder / "state.json").exists() else {}
+
+
+def alive(state: dict[str, Any]) -> bool:
+    """Whether the supervisor that wrote the state still runs."""
+    return bool(state) and start_time(state["supervisor"][0]) == state["supervisor"][1]
+
+
+@contextlib.contextmanager
+def lease(settings, target: Target, more: dict[str, Any] | None = None, environment: dict[str, str] | None = None,
+          say: Callable[[str], None] = print) -> Iterator[Lease]:
+    """A server in this configuration, ready, for as long as the block lasts. `more`, `environment`: a stage's own
+    flags and variables. Raises Refusal if it cannot be had: the log's tail, a port that is taken, another model."""
+    if settings.endpoints:
+        given = Lease([url.rstrip("/") for url in settings.endpoints], target, None)
+        given.wait(min(60.0, settings.start_timeout))
+        yield given
+        return
+    spec = specification(settings, target, more, environment)
+    folder = FOLDER.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "leases", "a") as holders:  # closing frees the lock, and so does death
+        _attach(folder, spec, holders, say)
+        own = Lease([spec["url"]], target, folder)
+        own.wait(settings.start_timeout * (settings.max_restarts + 1))
+        yield own
+
+
+def warm(settings, target: Target, say: Callable[[str], None] = print) -> None:
+    """Starts the server without waiting for it, for the build that drives this process; nothing if one is there."""
+    driver = driving_ancestors()[-1:]
+    if settings.endpoints or not driver or alive(read_state()):
+        return
+    folder = FOLDER.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "leases", "a") as holders:
+        _attach(folder, specification(settings, target), holders, say)
+
+
+def stop(say: Callable[[str], None] = print) -> None:
+    """Stops this folder's server whoever uses it."""
+    state = read_state()
+    if alive(state):
+        say(f"stopping the server at {state['url']}")
+        _end_supervisor(state)
+
+
+def _attach(folder: Path, spec: dict[str, Any], holders, say) -> None:
+    """Holds a shared lock on `holders` when a supervisor of this very configuration runs. One comer at a time."""
+    told = ""
+    while True:
+        with open(folder / "door", "a") as door:
+            fcntl.flock(door, fcntl.LOCK_EX)
+            fcntl.flock(holders, fcntl.LOCK_SH)  # waits while a supervisor makes up its mind to stop
+            state = read_state(folder)
+            if not alive(state):
+                _clean_up(state, say)
+                _spawn(folder, spec, say)
+                return
+            if state["digest"] == spec["digest"] and state["phase"] in ("starting", "ready", "restarting"):
+                return
+            if _others(holders):
+                wait = f"the server at {state['url']} runs in another configuration and is in use; waiting for it"
+                fcntl.flock(holders, fcntl.LOCK_UN)
+            else:
+                wait = f"stopping the server at {state['url']}, which runs in another configuration"
+                fcntl.flock(holders, fcntl.LOCK_UN)
+                if state["phase"] in ("starting", "ready", "restarting"):
+                    say(wait)
+                _end_supervisor(state)
+                continue
+        if told != wait:
+            say(told := wait)
+        time.sleep(0.5)
+
+
+def _others(holders) -> bool:
+    """Whether anyone else holds a lease: then the shared lock cannot be made exclusive."""
+    try:
+        fcntl.flock(holders, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _clean_up(state: dict[str, Any], say) -> None:
+    """Ends what is left of a server whose supervisor was killed."""
+    group = state.get("server")
+    left = [pid for pid in supervisor.members(group) if supervisor.belongs_to(pid)] if group else []
+    if left:
+        say(f"ended process group {group}, the orphan of a killed run ({len(left)} processes)")
+        supervisor.kill_group(group)
+
+
+def _spawn(folder: Path, spec: dict[str, Any], say) -> None:
+    spec = {**spec, "driver": spec["driver"] or [(os.getpid(), start_time(os.getpid()))]}
+    write_json(folder / "spec.json", spec)
+    say(f"starting a server: {' '.join(spec['command'])}  (log {folder / 'server.log'})")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(
+        [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    # The server itself gets this process's variables: its PYTHONPATH is not ours to set.
+    environment["EAGLEMAKE_PYTHONPATH"] = os.environ.get("PYTHONPATH", "")
+    with open(folder / "supervisor.log", "ab") as log:
+        process = subprocess.Popen([sys.executable, "-m", "eagle3.serving.supervisor", str(folder)], stdin=subprocess.DEVNULL,
+                                   stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+    while not ((state := read_state(folder)) and state["supervisor"][0] == process.pid):
+        if process.poll() is not None:
+            raise Refusal(f"the server's supervisor ended at once; see {folder / 'supervisor.log'}")
+        time.sleep(0.02)
+
+
+def _end_supervisor(state: dict[str, Any], patience: float = 120) -> None:
+    with contextlib.suppress(OSError):
+        os.kill(state["supervisor"][0], signal.SIGTERM)
+    end = time.monotonic() + patience
+    while alive(state):
+        if time.monotonic() > end:
+            raise Refusal(f"the supervisor, process {state['supervisor'][0]}, does not end; kill it by hand")
+        time.sleep(0.05)

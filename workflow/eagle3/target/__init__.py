@@ -1,0 +1,1 @@
+"""The model that is drafted for: files, identity, tensors, layer numbers."""
