@@ -168,7 +168,7 @@ print(len(capture.extracted))
 def test_killed_at_any_moment_it_continues(in_tmp, target, model):
     """kill -9 while shards are open: the finished ones are kept, and the result is that of an undisturbed run."""
     make_records(in_tmp / "r.parquet", 40)
-    paths = [str(Path(p).resolve()) for p in sys.path[:3] if p]
+    paths = [str(Path(p).resolve()) for p in sys.path[:4] if p]
     work = in_tmp / ".work/extract/one/shards"
 
     def start(slow):
