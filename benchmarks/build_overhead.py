@@ -23,7 +23,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "workflow")]
 
-import tiny  # noqa: E402
+import tiny
 
 MAKE = """import sys
 from pathlib import Path
@@ -33,11 +33,14 @@ for name in sys.argv[1:]:
     path.write_text(name)
 """
 
+
 def outputs(folder: Path, stage: str, outs: list[str]) -> list[str]:
     """Files that a stage has to create: of a folder in dvc.yaml, those that its rule names."""
     text = (folder / f"workflow/rules/{stage}.smk").read_text()
     named = [name.replace("{dataset}", "${key}") for name in re.findall(r'"(data/[^"]+)"', text)]
-    return sorted({name for name in named for out in outs if name == out or name.startswith(out + "/")})
+    return sorted(
+        {name for name in named for out in outs if name == out or name.startswith(out + "/")}
+    )
 
 
 def cpu(*command: str, folder: Path) -> float:
@@ -84,13 +87,26 @@ def make_project(folder: Path, datasets: int) -> Path:
 
 def bare_snakefile(folder: Path) -> Path:
     """The same rules without the bridge: what Snakemake alone costs for this graph."""
-    text = "".join((folder / f"workflow/rules/{name}.smk").read_text() + "\n" for name in
-                   ("target", "prepare", "generate", "tokenize", "vocab", "extract", "train", "bench"))
+    text = "".join(
+        (folder / f"workflow/rules/{name}.smk").read_text() + "\n"
+        for name in (
+            "target",
+            "prepare",
+            "generate",
+            "tokenize",
+            "vocab",
+            "extract",
+            "train",
+            "bench",
+        )
+    )
     known = json.loads((folder / ".build/bridge.json").read_text())
-    head = (f"DATASETS = {known['datasets']!r}\nCODE = {known['code']!r}\n"
-            "def stage_code(stage):\n    return CODE[stage]\n"
-            "def half_the_cores(wildcards):\n    return 1\n"
-            "def gate(stage):\n    return f'python -m eagle3.build.gate {stage} 2>&1 | tee {{log}}'\n\n")
+    head = (
+        f"DATASETS = {known['datasets']!r}\nCODE = {known['code']!r}\n"
+        "def stage_code(stage):\n    return CODE[stage]\n"
+        "def half_the_cores(wildcards):\n    return 1\n"
+        "def gate(stage):\n    return f'python -m eagle3.build.gate {stage} 2>&1 | tee {{log}}'\n\n"
+    )
     target = "rule drafter:\n    input:\n        rules.train.output,\n"
     path = folder / "workflow/rules/bare.smk"
     path.write_text(head + text + target)
@@ -98,22 +114,31 @@ def bare_snakefile(folder: Path) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--datasets", type=int, default=10)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    os.environ["PATH"] = os.path.dirname(os.path.abspath(sys.executable)) + os.pathsep + os.environ["PATH"]
+    os.environ["PATH"] = (
+        os.path.dirname(os.path.abspath(sys.executable)) + os.pathsep + os.environ["PATH"]
+    )
     with tempfile.TemporaryDirectory() as temporary:
         folder = make_project(Path(temporary), arguments.datasets)
         gate = [sys.executable, "-m", "eagle3.build.gate", "train"]
-        smk, dvc = [sys.executable, "-m", "snakemake", "--cores", "2"], [sys.executable, "-m", "dvc"]
+        smk, dvc = (
+            [sys.executable, "-m", "snakemake", "--cores", "2"],
+            [sys.executable, "-m", "dvc"],
+        )
         whole = cpu(*smk, "bench", folder=folder)
         stages = len(json.loads((folder / ".build/bridge.json").read_text())["stages"])
         bare = bare_snakefile(folder)
         alone = [*smk, "-s", str(bare), "-d", str(folder), "drafter"]
         cpu(*alone[:-1], "--touch", "drafter", folder=folder)
-        cpu(*smk, "drafter", folder=folder)  # the touch above changed times, which the bridge looks into once
+        cpu(
+            *smk, "drafter", folder=folder
+        )  # the touch above changed times, which the bridge looks into once
         repeat = arguments.repeat
 
         def other_parameter(turn: int) -> None:
@@ -128,7 +153,15 @@ def main() -> None:
             "gate, stage unchanged": best(repeat, *gate, folder=folder),
             "gate, stage runs": best(repeat, *gate, folder=folder, before=other_parameter),
             "  dvc repro --single-item, stage runs": best(
-                repeat, *dvc, "repro", "-q", "-s", "train", folder=folder, before=lambda turn: other_parameter(turn + 100)),
+                repeat,
+                *dvc,
+                "repro",
+                "-q",
+                "-s",
+                "train",
+                folder=folder,
+                before=lambda turn: other_parameter(turn + 100),
+            ),
         }
     rows["whole first build, per stage"] = whole / stages
     ratio = rows["no-op snakemake drafter"] / rows["  bare Snakemake, same graph"]
@@ -137,7 +170,9 @@ def main() -> None:
         print(f"{name:42s} {seconds:6.2f}")
     print(f"{'no-op snakemake to bare Snakemake':42s} {ratio:6.2f} x")
     if arguments.out:
-        arguments.out.write_text(json.dumps({"stages": stages, "cpu_seconds": rows, "ratio": ratio}, indent=2) + "\n")
+        arguments.out.write_text(
+            json.dumps({"stages": stages, "cpu_seconds": rows, "ratio": ratio}, indent=2) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -23,7 +23,9 @@ from eagle3.training.fused.step_ops import quantize
 STEPS = 3
 
 
-def logit_gradients(folder: Path, target: Target, states: list[Path], rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def logit_gradients(
+    folder: Path, target: Target, states: list[Path], rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(gradients of the loss by the logits [n, D], head [D, H]) of a trained drafter on some training records."""
     drafter = export.load_drafter(folder, target.embedding().float()).float()
     data = shards.ShardSet(states, "train", {}, verify=False)
@@ -37,8 +39,13 @@ def logit_gradients(folder: Path, target: Target, states: list[Path], rows: int)
             return super().backward(dy)
 
     unrolled.Product, kept = Watched, unrolled.Product
-    loss, _, _ = unrolled.loss(drafter, layout, target.head().float()[drafter.draft_ids],
-                               unrolled.Recipe(STEPS, torch.float32), 0.8 ** torch.arange(STEPS) / layout.counts)
+    loss, _, _ = unrolled.loss(
+        drafter,
+        layout,
+        target.head().float()[drafter.draft_ids],
+        unrolled.Recipe(STEPS, torch.float32),
+        0.8 ** torch.arange(STEPS) / layout.counts,
+    )
     loss.backward()
     unrolled.Product = kept
     gradients = found[-1]  # of step 0
@@ -65,7 +72,9 @@ def short_sums(a: torch.Tensor, b: torch.Tensor, promote: int | None = None) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--drafter", type=Path, default=Path("data/drafter"))
     parser.add_argument("--target", type=Path, default=Path("data/target"))
     parser.add_argument("--hidden-states", type=Path, default=Path("data/hidden_states"))
@@ -74,15 +83,26 @@ def main() -> None:
     states = sorted(path.parent for path in options.hidden_states.glob("*/manifest.json"))
     gradients, head = logit_gradients(options.drafter, Target(options.target), states, options.rows)
     exact = gradients @ head
-    (a, a_scale), (b, b_scale) = ((x.float(), scale) for x, scale in (quantize(gradients), quantize(head.T.contiguous())))
+    (a, a_scale), (b, b_scale) = (
+        (x.float(), scale) for x, scale in (quantize(gradients), quantize(head.T.contiguous()))
+    )
     found = {}
-    for name, product in (("exact sums", a @ b.T), ("14 bits", short_sums(a, b)), ("14 bits, fp32 every 128", short_sums(a, b, 4))):
+    for name, product in (
+        ("exact sums", a @ b.T),
+        ("14 bits", short_sums(a, b)),
+        ("14 bits, fp32 every 128", short_sums(a, b, 4)),
+    ):
         wrong = product * a_scale * b_scale.T - exact
-        found[name] = {"error": (wrong.norm() / exact.norm()).item(),
-                       "error_of_mean": (wrong.mean(0).norm() / exact.mean(0).norm()).item(),
-                       "to_chance": (wrong.mean(0).norm() * len(wrong) / wrong.norm()).item()}
-        print(f"{name:26} error {found[name]['error']:.3f}, of the mean over {len(wrong)} rows {found[name]['error_of_mean']:.3f}, "
-              f"{found[name]['to_chance']:.1f} times chance", flush=True)
+        found[name] = {
+            "error": (wrong.norm() / exact.norm()).item(),
+            "error_of_mean": (wrong.mean(0).norm() / exact.mean(0).norm()).item(),
+            "to_chance": (wrong.mean(0).norm() * len(wrong) / wrong.norm()).item(),
+        }
+        print(
+            f"{name:26} error {found[name]['error']:.3f}, of the mean over {len(wrong)} rows {found[name]['error_of_mean']:.3f}, "
+            f"{found[name]['to_chance']:.1f} times chance",
+            flush=True,
+        )
     print(json.dumps({"D": gradients.shape[1], **found}))
 
 

@@ -46,7 +46,9 @@ def lay_out(work: Path, rows: int, port: int, concurrency: int) -> None:
     (work / "params.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
     (work / "dvc.yaml").write_text((ROOT / "dvc.yaml").read_text())
     shutil.rmtree(work / "workflow", ignore_errors=True)
-    shutil.copytree(ROOT / "workflow", work / "workflow", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "workflow", work / "workflow", ignore=shutil.ignore_patterns("__pycache__")
+    )
 
 
 def stage(work: Path, script: str, *words: str) -> dict:
@@ -57,12 +59,17 @@ def stage(work: Path, script: str, *words: str) -> dict:
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         sys.exit(f"{script} ended with {process.returncode}")
-    return {"seconds": round(time.monotonic() - begun, 1), "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
-            "peak_mib": round(usage.ru_maxrss / 1024)}
+    return {
+        "seconds": round(time.monotonic() - begun, 1),
+        "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
+        "peak_mib": round(usage.ru_maxrss / 1024),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=20000)
     parser.add_argument("--concurrency", type=int, default=128)
     parser.add_argument("--port", type=int, default=31900)
@@ -72,23 +79,45 @@ def main() -> None:
     arguments = parser.parse_args()
     work = arguments.work.resolve()
     lay_out(work, arguments.rows, arguments.port, arguments.concurrency)
-    found = {"rows": arguments.rows, "concurrency": arguments.concurrency, "cores": len(os.sched_getaffinity(0))}
+    found = {
+        "rows": arguments.rows,
+        "concurrency": arguments.concurrency,
+        "cores": len(os.sched_getaffinity(0)),
+    }
     stage(work, "target")
     found["prepare"] = stage(work, "prepare", "own", "--out", "data/prompts/own.parquet")
-    found["generate"] = stage(work, "generate", "own", "--prompts", "data/prompts/own.parquet",
-                              "--out", "data/responses/own")
+    found["generate"] = stage(
+        work,
+        "generate",
+        "own",
+        "--prompts",
+        "data/prompts/own.parquet",
+        "--out",
+        "data/responses/own",
+    )
     state = json.loads((work / ".work/generate/own/status.json").read_text())
     found["rows_per_s"] = round(state["answers"] / state["seconds"], 1)
     if arguments.stages:
-        found["tokenize"] = stage(work, "tokenize", "own", "--responses", "data/responses/own", "--out",
-                                  "data/records/own.parquet")
+        found["tokenize"] = stage(
+            work,
+            "tokenize",
+            "own",
+            "--responses",
+            "data/responses/own",
+            "--out",
+            "data/records/own.parquet",
+        )
     print(f"\n{'stage':<10}{'seconds':>10}{'CPU s':>10}{'peak MiB':>10}")
     for name in ("prepare", "generate", "tokenize"):
         if name in found:
-            print(f"{name:<10}{found[name]['seconds']:>10}{found[name]['cpu_seconds']:>10}{found[name]['peak_mib']:>10}")
+            print(
+                f"{name:<10}{found[name]['seconds']:>10}{found[name]['cpu_seconds']:>10}{found[name]['peak_mib']:>10}"
+            )
     print(f"client: {found['rows_per_s']} rows/s")
     Path(arguments.out).mkdir(parents=True, exist_ok=True)
-    (Path(arguments.out) / f"generate_client_{arguments.rows}.json").write_text(json.dumps(found, indent=2) + "\n")
+    (Path(arguments.out) / f"generate_client_{arguments.rows}.json").write_text(
+        json.dumps(found, indent=2) + "\n"
+    )
 
 
 if __name__ == "__main__":

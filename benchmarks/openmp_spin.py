@@ -24,7 +24,9 @@ print(time.monotonic() - began)
 def seconds(spins: str | None) -> float:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
     environment |= {"GOMP_SPINCOUNT": spins} if spins else {}
-    done = subprocess.run([sys.executable, "-c", WORK], env=environment, check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", WORK], env=environment, check=True, capture_output=True, text=True
+    )
     return float(done.stdout)
 
 

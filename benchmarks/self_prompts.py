@@ -34,15 +34,24 @@ def sample(model, tokenizer, count: int, batch: int, max_new_tokens: int) -> lis
     ids = torch.tensor([opening(tokenizer)] * batch, device=model.device)
     found: list[str] = []
     while len(found) < count:
-        answers = model.generate(ids, do_sample=True, temperature=1.0, top_p=0.98, max_new_tokens=max_new_tokens,
-                                 eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.eos_token_id)[:, ids.shape[1]:]
+        answers = model.generate(
+            ids,
+            do_sample=True,
+            temperature=1.0,
+            top_p=0.98,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.eos_token_id,
+        )[:, ids.shape[1] :]
         ended = [row for row in answers.tolist() if row[-1] == tokenizer.eos_token_id]
         found += tokenizer.batch_decode(ended, skip_special_tokens=True)
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", required=True)
     parser.add_argument("--count", type=int, default=20000)
     parser.add_argument("--batch", type=int, default=2048)
@@ -55,7 +64,9 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
     model = AutoModelForCausalLM.from_pretrained(arguments.target, dtype="auto").to(device).eval()
     started = time.monotonic()
-    prompts = usable(sample(model, tokenizer, arguments.count, arguments.batch, arguments.max_new_tokens))
+    prompts = usable(
+        sample(model, tokenizer, arguments.count, arguments.batch, arguments.max_new_tokens)
+    )
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with open(arguments.out, "w", encoding="utf-8") as file:
         file.writelines(json.dumps({"prompt": text}, ensure_ascii=False) + "\n" for text in prompts)

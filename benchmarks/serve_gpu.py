@@ -39,16 +39,29 @@ from eagle3.drafter import export
 from eagle3.target import layers
 from eagle3.target.model import Target, describe
 
-COMMON = {"attention-backend": "triton", "sampling-backend": "pytorch", "grammar-backend": "none",
-          "disable-piecewise-cuda-graph": True, "mem-fraction-static": 0.5, "max-total-tokens": 300000,
-          "log-level": "info"}
+COMMON = {
+    "attention-backend": "triton",
+    "sampling-backend": "pytorch",
+    "grammar-backend": "none",
+    "disable-piecewise-cuda-graph": True,
+    "mem-fraction-static": 0.5,
+    "max-total-tokens": 300000,
+    "log-level": "info",
+}
 
 
 class Servers:
     """Servers by their flags. They are started by `start`, waited for when they are first wanted, and stopped together."""
 
-    def __init__(self, command: list[str], environment: dict[str, str], folder: Path, patience: float):
-        self.command, self.environment, self.folder, self.patience = command, environment, folder, patience
+    def __init__(
+        self, command: list[str], environment: dict[str, str], folder: Path, patience: float
+    ):
+        self.command, self.environment, self.folder, self.patience = (
+            command,
+            environment,
+            folder,
+            patience,
+        )
         self.running: dict[str, tuple[subprocess.Popen, int, Path]] = {}
 
     def start(self, flags: dict) -> str:
@@ -56,13 +69,25 @@ class Servers:
         if key in self.running:
             return key
         port = free_port()
-        arguments = [part for name, value in flags.items() if value is not False for part in (
-            [f"--{name}"] if value is True else [f"--{name}", *map(str, value if isinstance(value, list) else [value])])]
+        arguments = [
+            part
+            for name, value in flags.items()
+            if value is not False
+            for part in (
+                [f"--{name}"]
+                if value is True
+                else [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+            )
+        ]
         log = self.folder / f"server-{len(self.running)}.log"
         with open(log, "w") as file:
             process = subprocess.Popen(
-                [*self.command, "--port", str(port), *arguments], stdout=file, stderr=subprocess.STDOUT,
-                env={**os.environ, **self.environment}, start_new_session=True)
+                [*self.command, "--port", str(port), *arguments],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self.environment},
+                start_new_session=True,
+            )
         self.running[key] = process, port, log
         return key
 
@@ -74,7 +99,9 @@ class Servers:
         deadline = time.monotonic() + self.patience
         while not ready(url):
             if process.poll() is not None or time.monotonic() > deadline:
-                raise Refusal(f"the server with {flags} did not come up: {log.read_text(errors='replace')[-3000:]}")
+                raise Refusal(
+                    f"the server with {flags} did not come up: {log.read_text(errors='replace')[-3000:]}"
+                )
             time.sleep(1)
         yield url
 
@@ -96,7 +123,9 @@ def free_port() -> int:
 
 def ready(url: str) -> bool:
     """Whether the server gives a token."""
-    body = json.dumps({"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}).encode()
+    body = json.dumps(
+        {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+    ).encode()
     request = urllib.request.Request(f"{url}/generate", body, {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=60) as response:
@@ -109,8 +138,15 @@ def open_target(folder: Path, work: Path, dtype: str) -> Target:
     """The target in `folder`: one that this project built, or any Hugging Face directory."""
     if (folder / "target.json").exists():
         return Target(folder)
-    settings = SimpleNamespace(dtype=dtype, quantization=None, kv_cache_dtype="auto", context_length=2048,
-                               chat_template_kwargs={}, template_date="2025-01-01", trust_remote_code=False)
+    settings = SimpleNamespace(
+        dtype=dtype,
+        quantization=None,
+        kv_cache_dtype="auto",
+        context_length=2048,
+        chat_template_kwargs={},
+        template_date="2025-01-01",
+        trust_remote_code=False,
+    )
     write_json(work / "target.json", describe(folder, settings, outside=True))
     return Target(work)
 
@@ -125,7 +161,9 @@ def simulators(target: Target, drafters: dict[str, Path]):
         if variant.drafter not in known:
             drafter = export.load_drafter(variant.drafter, embedding)
             ids = drafter.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
-            known[variant.drafter] = Simulator(target, drafter, layers.served_layers(ids, convention), batch_tokens=16384)
+            known[variant.drafter] = Simulator(
+                target, drafter, layers.served_layers(ids, convention), batch_tokens=16384
+            )
         return known[variant.drafter].hits
 
     return hits_of
@@ -135,31 +173,61 @@ def trained_on(folder: Path) -> dict:
     """Records and tokens behind a drafter, from its training.json, as far as it says."""
     path = folder / "training.json"
     states = (read_json(path).get("hidden_states") or {}).values() if path.exists() else []
-    return {name: sum(s.get(key) or 0 for s in states) or None for name, key in (("records", "rows"), ("tokens", "tokens"))}
+    return {
+        name: sum(s.get(key) or 0 for s in states) or None
+        for name, key in (("records", "rows"), ("tokens", "tokens"))
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--drafter", action="append", required=True, metavar="NAME=FOLDER")
-    parser.add_argument("--records", type=Path, required=True, help="folder of records; their validation split is asked")
-    parser.add_argument("--target", type=Path, required=True, help="the target's Hugging Face directory")
+    parser.add_argument(
+        "--records",
+        type=Path,
+        required=True,
+        help="folder of records; their validation split is asked",
+    )
+    parser.add_argument(
+        "--target", type=Path, required=True, help="the target's Hugging Face directory"
+    )
     parser.add_argument("--python-path", default="", help="PYTHONPATH of the servers")
     parser.add_argument("--command", default=f"{sys.executable} -m sglang.launch_server")
-    parser.add_argument("--flags", type=json.loads, default={}, help="of all servers, as JSON, before those of COMMON")
-    parser.add_argument("--environment", type=json.loads, default={}, help="variables of all servers, as JSON")
+    parser.add_argument(
+        "--flags",
+        type=json.loads,
+        default={},
+        help="of all servers, as JSON, before those of COMMON",
+    )
+    parser.add_argument(
+        "--environment", type=json.loads, default={}, help="variables of all servers, as JSON"
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--max-new-tokens", type=int, default=192)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--shapes", nargs="+", default=["3,1,4", "5,1,6"],
-                        help="steps,topk,draft tokens of the main drafter")
-    parser.add_argument("--matrix", nargs="*", default=[], help="names of further drafters to measure at every batch size")
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        default=["3,1,4", "5,1,6"],
+        help="steps,topk,draft tokens of the main drafter",
+    )
+    parser.add_argument(
+        "--matrix",
+        nargs="*",
+        default=[],
+        help="names of further drafters to measure at every batch size",
+    )
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--dtype", default="bfloat16", help="of the servers and of the simulation")
     parser.add_argument("--patience", type=float, default=300, help="seconds for a server to start")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    drafters = {name: Path(folder) for name, _, folder in (d.partition("=") for d in arguments.drafter)}
+    drafters = {
+        name: Path(folder) for name, _, folder in (d.partition("=") for d in arguments.drafter)
+    }
     *others, main_name = drafters
     others = [name for name in others if name not in arguments.matrix]
     shapes = [tuple(map(int, shape.split(","))) for shape in arguments.shapes]
@@ -167,20 +235,39 @@ def main() -> None:
     def variant(name: str, shape: tuple[int, ...]) -> Variant:
         return Variant(f"{name} {'-'.join(map(str, shape))}", drafters[name], *shape)
 
-    main_variants = [*(variant(main_name, shape) for shape in shapes), *(variant(name, shapes[0]) for name in arguments.matrix)]
+    main_variants = [
+        *(variant(main_name, shape) for shape in shapes),
+        *(variant(name, shapes[0]) for name in arguments.matrix),
+    ]
     other_variants = [variant(name, shapes[0]) for name in others]
-    plan = sglang_bench.Plan(main_variants, arguments.batch_sizes, arguments.max_new_tokens, arguments.repeats)
+    plan = sglang_bench.Plan(
+        main_variants, arguments.batch_sizes, arguments.max_new_tokens, arguments.repeats
+    )
     middle = arguments.batch_sizes[len(arguments.batch_sizes) // 2]
     curve = sglang_bench.Plan(other_variants, [middle], arguments.max_new_tokens, repeats=1)
-    environment = {"PYTHONPATH": arguments.python_path, "HF_HUB_OFFLINE": "1"} if arguments.python_path else {}
+    environment = (
+        {"PYTHONPATH": arguments.python_path, "HF_HUB_OFFLINE": "1"}
+        if arguments.python_path
+        else {}
+    )
     environment |= arguments.environment
     most = max(arguments.batch_sizes)
-    common = {**COMMON, "model-path": str(arguments.target), "dtype": arguments.dtype,
-              "max-running-requests": most, "cuda-graph-max-bs-decode": most, **arguments.flags}
+    common = {
+        **COMMON,
+        "model-path": str(arguments.target),
+        "dtype": arguments.dtype,
+        "max-running-requests": most,
+        "cuda-graph-max-bs-decode": most,
+        **arguments.flags,
+    }
     with tempfile.TemporaryDirectory() as work:
         target = open_target(arguments.target, Path(work), arguments.dtype)
-        prompts, counts = held_out.collect(arguments.records, arguments.prompts, held_out.trained_prompts(arguments.records))
-        servers = Servers(shlex.split(arguments.command), environment, arguments.out, arguments.patience)
+        prompts, counts = held_out.collect(
+            arguments.records, arguments.prompts, held_out.trained_prompts(arguments.records)
+        )
+        servers = Servers(
+            shlex.split(arguments.command), environment, arguments.out, arguments.patience
+        )
         try:
             for wanted in (None, *main_variants, *other_variants):
                 servers.start(plan.flags(wanted, common))
@@ -191,14 +278,30 @@ def main() -> None:
         hits_of = simulators(target, drafters)
         cells = measuring.cells(measured, main_variants, prompts, hits_of)
         curve_cells = measuring.cells(extra, other_variants, prompts, hits_of) if extra else []
-    main_cell = next(c for c in cells if c["variant"] == main_variants[0].name and c["concurrency"] == middle)
-    study = [{"drafter": name, **trained_on(drafters[name]), "accept_length": cell["all"]["accept_length"]}
-             for name, cell in zip([*others, main_name], [*curve_cells, main_cell])]
+    main_cell = next(
+        c for c in cells if c["variant"] == main_variants[0].name and c["concurrency"] == middle
+    )
+    study = [
+        {
+            "drafter": name,
+            **trained_on(drafters[name]),
+            "accept_length": cell["all"]["accept_length"],
+        }
+        for name, cell in zip([*others, main_name], [*curve_cells, main_cell])
+    ]
     metrics = drafters[main_name] / "metrics.json"
     content = report.content(
-        measured, cells, main_variants, engine="sglang", held_out=counts, study=study, curves=[],
-        training=read_json(metrics) if metrics.exists() else {}, curve_cells=curve_cells,
-        lineage={"target": target.digest, "card": card(), "torch": torch.__version__})
+        measured,
+        cells,
+        main_variants,
+        engine="sglang",
+        held_out=counts,
+        study=study,
+        curves=[],
+        training=read_json(metrics) if metrics.exists() else {},
+        curve_cells=curve_cells,
+        lineage={"target": target.digest, "card": card(), "torch": torch.__version__},
+    )
     write_json(arguments.out / "report.json", content)
     write_text(arguments.out / "cells.csv", report.cells_csv(content))
     show(cells, curve_cells, content)
@@ -209,16 +312,20 @@ def card() -> str:
 
 
 def show(cells: list[dict], curve_cells: list[dict], content: dict) -> None:
-    print(f"{'variant':24} {'batch':>5} {'base t/s':>9} {'spec t/s':>9} {'speed-up':>22} {'served':>7} {'replay':>7} "
-          f"{'diff':>6} {'simul':>7} {'even':>6} {'equal':>9}")
+    print(
+        f"{'variant':24} {'batch':>5} {'base t/s':>9} {'spec t/s':>9} {'speed-up':>22} {'served':>7} {'replay':>7} "
+        f"{'diff':>6} {'simul':>7} {'even':>6} {'equal':>9}"
+    )
     for cell in [*curve_cells, *cells]:
         f = cell["all"]
         length, rates, outputs = f["accept_length"], f["tokens_per_second"], f["outputs"]
         replayed = length["replayed"] or float("nan")
-        print(f"{cell['variant']:24} {cell['concurrency']:5} {rates['baseline']:9.0f} {rates['speculative']:9.0f} "
-              f"{f['speed_up']:7.3f} [{f['speed_up_low']:.3f}, {f['speed_up_high']:.3f}] {length['served']:7.3f} "
-              f"{replayed:7.3f} {replayed / length['served'] - 1:6.1%} {length['simulated'] or float('nan'):7.3f} "
-              f"{length['break_even'] or float('nan'):6.2f} {outputs['equal']:4}/{outputs['compared']}")
+        print(
+            f"{cell['variant']:24} {cell['concurrency']:5} {rates['baseline']:9.0f} {rates['speculative']:9.0f} "
+            f"{f['speed_up']:7.3f} [{f['speed_up_low']:.3f}, {f['speed_up_high']:.3f}] {length['served']:7.3f} "
+            f"{replayed:7.3f} {replayed / length['served'] - 1:6.1%} {length['simulated'] or float('nan'):7.3f} "
+            f"{length['break_even'] or float('nan'):6.2f} {outputs['equal']:4}/{outputs['compared']}"
+        )
     print(content["verdict"])
     print(content["differences"])
     for cell in [*curve_cells, *cells]:

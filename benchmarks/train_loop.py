@@ -35,10 +35,28 @@ from eagle3.training.checkpoints import Checkpoints
 from eagle3.training.trainer import Stop, Trainer
 from train_throughput import FULL, TINY, make_drafter, make_rows
 
-EMBEDDED = {"hidden_size": 576, "vocab_size": 49152, "intermediate_size": 4096, "num_attention_heads": 9,
-            "num_key_value_heads": 3, "head_dim": 64, "draft": 16384, "length": 600, "steps": 4}
-MEDIUM = {"hidden_size": 2048, "vocab_size": 32000, "intermediate_size": 8192, "num_attention_heads": 32,
-          "num_key_value_heads": 8, "head_dim": 64, "draft": 16000, "length": 2048, "steps": 4}
+EMBEDDED = {
+    "hidden_size": 576,
+    "vocab_size": 49152,
+    "intermediate_size": 4096,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "draft": 16384,
+    "length": 600,
+    "steps": 4,
+}
+MEDIUM = {
+    "hidden_size": 2048,
+    "vocab_size": 32000,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "draft": 16000,
+    "length": 2048,
+    "steps": 4,
+}
 SIZES = {"large": FULL, "medium": MEDIUM, "embedded": EMBEDDED, "tiny": TINY}
 
 
@@ -48,12 +66,24 @@ def make_shards(folder: Path, size: dict, tokens: int) -> None:
         rows, entries = make_rows(size, amount, "real", seed), []
         (folder / split).mkdir(parents=True)
         for start in range(0, len(rows), 64):
-            part = rows[start:start + 64]
-            writer = shards.ShardWriter(folder / split, f"shard-{start}", [
-                Record(r["id"], r["input_ids"].tolist(), r["loss_mask"].tolist(), split) for r in part],
-                size["hidden_size"], "bfloat16")
+            part = rows[start : start + 64]
+            writer = shards.ShardWriter(
+                folder / split,
+                f"shard-{start}",
+                [
+                    Record(r["id"], r["input_ids"].tolist(), r["loss_mask"].tolist(), split)
+                    for r in part
+                ],
+                size["hidden_size"],
+                "bfloat16",
+            )
             for place, row in enumerate(part):
-                writer.write(place, states_to_store(list(row["aux"].chunk(3, -1)), row["last"], "bfloat16"), 0, len(row["last"]))
+                writer.write(
+                    place,
+                    states_to_store(list(row["aux"].chunk(3, -1)), row["last"], "bfloat16"),
+                    0,
+                    len(row["last"]),
+                )
             entries.append(writer.finish())
         shards.write_manifest(folder / split, {}, entries)
 
@@ -86,10 +116,20 @@ class Watched(Trainer):
             torch.cuda.synchronize()
             seconds = time.perf_counter() - self.since
             self.kernels.stop()
-            events = sorted(((e.self_device_time_total / 1e6, e.count, e.key[:90]) for e in self.kernels.key_averages()),
-                            reverse=True)
-            self.busy = {"updates": 10, "seconds": seconds, "in_kernels": sum(e[0] for e in events), "kernels": events[:12],
-                         "launches": sum(e[1] for e in events)}
+            events = sorted(
+                (
+                    (e.self_device_time_total / 1e6, e.count, e.key[:90])
+                    for e in self.kernels.key_averages()
+                ),
+                reverse=True,
+            )
+            self.busy = {
+                "updates": 10,
+                "seconds": seconds,
+                "in_kernels": sum(e[0] for e in events),
+                "kernels": events[:12],
+                "launches": sum(e[1] for e in events),
+            }
         return super()._step(update)
 
 
@@ -110,7 +150,9 @@ class Sampler:
                 chain = []
                 while frame:
                     if "eagle3" in frame.f_code.co_filename:
-                        chain.append(f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}:{frame.f_lineno}")
+                        chain.append(
+                            f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}:{frame.f_lineno}"
+                        )
                     frame = frame.f_back
                 if ident in names and chain:
                     self.seen.setdefault(names[ident], Counter())[" < ".join(chain[:2])] += 1
@@ -125,14 +167,31 @@ def work(options: argparse.Namespace) -> None:
     drafter, head = make_drafter(size)
     vocabulary = torch.zeros(size["vocab_size"], size["hidden_size"])
     vocabulary[drafter.draft_ids.cpu()] = head.cpu()
-    train, validation = (shards.ShardSet([folder / split], split, {}, verify=False) for split in ("train", "validation"))
-    params = Train(steps=size["steps"], batch_tokens=options.batch_tokens, micro_batches=options.micro_batches, epochs=1000,
-                   max_updates=options.updates, validate_every=options.updates, lr=1e-4,
-                   dtype="bfloat16" if torch.cuda.is_available() else "float32", matmul=options.matmul)
-    runtime = Runtime(parallel=options.parallel, checkpoint_every=max(1, options.updates // 2), loader_threads=options.threads)
+    train, validation = (
+        shards.ShardSet([folder / split], split, {}, verify=False)
+        for split in ("train", "validation")
+    )
+    params = Train(
+        steps=size["steps"],
+        batch_tokens=options.batch_tokens,
+        micro_batches=options.micro_batches,
+        epochs=1000,
+        max_updates=options.updates,
+        validate_every=options.updates,
+        lr=1e-4,
+        dtype="bfloat16" if torch.cuda.is_available() else "float32",
+        matmul=options.matmul,
+    )
+    runtime = Runtime(
+        parallel=options.parallel,
+        checkpoint_every=max(1, options.updates // 2),
+        loader_threads=options.threads,
+    )
     before = {n: p.detach().cpu().clone() for n, p in drafter.named_parameters()}
     checkpoints = Checkpoints(folder / options.name, {"run": options.name}, 1)
-    trainer = Watched(drafter.cpu(), vocabulary.bfloat16(), train, validation, params, runtime, checkpoints, print)
+    trainer = Watched(
+        drafter.cpu(), vocabulary.bfloat16(), train, validation, params, runtime, checkpoints, print
+    )
     trainer.watch(options.profile)
     if options.stop:
         trainer.processes.any = lambda flag: len(trainer.ends) >= options.stop - 1
@@ -143,10 +202,19 @@ def work(options: argparse.Namespace) -> None:
     weights = parallel.whole(dict(drafter.named_parameters()))
     if processes.rank == 0:
         half = len(trainer.ends) // 2
-        found = {"curve": trainer.curve, "busy": trainer.busy, "seconds": trainer.ends[-1] - trainer.ends[half],
-                 "tokens_per_second": sum(trainer.tokens[half + 1:]) / max(trainer.ends[-1] - trainer.ends[half], 1e-9),
-                 "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None,
-                 "stacks": {name: counts.most_common(14) for name, counts in trainer.sampler.seen.items()}}
+        found = {
+            "curve": trainer.curve,
+            "busy": trainer.busy,
+            "seconds": trainer.ends[-1] - trainer.ends[half],
+            "tokens_per_second": sum(trainer.tokens[half + 1 :])
+            / max(trainer.ends[-1] - trainer.ends[half], 1e-9),
+            "peak_gib": torch.cuda.max_memory_allocated() / 2**30
+            if torch.cuda.is_available()
+            else None,
+            "stacks": {
+                name: counts.most_common(14) for name, counts in trainer.sampler.seen.items()
+            },
+        }
         (folder / f"{options.name}.json").write_text(json.dumps(found))
         torch.save({n: (w, before[n]) for n, w in weights.items()}, folder / f"{options.name}.pt")
     processes.close()
@@ -157,10 +225,28 @@ def run(options: argparse.Namespace, name: str) -> dict:
     command = [sys.executable]
     if name in ("ddp", "fsdp"):
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [__file__, "--size", options.size, "--work", str(options.work), "--updates", str(options.updates), "--batch-tokens",
-                str(options.batch_tokens), "--micro-batches", str(options.micro_batches), "--matmul", options.matmul, "--name", name]
+    command += [
+        __file__,
+        "--size",
+        options.size,
+        "--work",
+        str(options.work),
+        "--updates",
+        str(options.updates),
+        "--batch-tokens",
+        str(options.batch_tokens),
+        "--micro-batches",
+        str(options.micro_batches),
+        "--matmul",
+        options.matmul,
+        "--name",
+        name,
+    ]
     command += ["--parallel", name] if name in ("ddp", "fsdp") else []
-    command += ["--threads", name.partition("-")[2] if name.startswith("threads") else str(options.threads)]
+    command += [
+        "--threads",
+        name.partition("-")[2] if name.startswith("threads") else str(options.threads),
+    ]
     command += ["--profile"] if options.profile else []
     started = time.monotonic()
     if name == "resumed":
@@ -182,7 +268,9 @@ def distance(folder: Path, name: str, reference: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=list(SIZES), default="large")
     parser.add_argument("--runs", nargs="+", default=["one", "again", "resumed", "ddp", "fsdp"])
     parser.add_argument("--updates", type=int, default=24)
@@ -215,16 +303,27 @@ def main() -> None:
         if first not in found:
             continue
         curve, reference = found[name]["curve"], found[first]["curve"]
-        found[name]["loss_difference"] = max(abs(a - b) / abs(b) for a, b in zip(curve, reference, strict=True))
+        found[name]["loss_difference"] = max(
+            abs(a - b) / abs(b) for a, b in zip(curve, reference, strict=True)
+        )
         found[name]["weight_distance"] = distance(options.work, name, first)
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / f"train_loop_{options.size}.json").write_text(json.dumps(found, indent=1))
         if options.profile:
-            print(json.dumps({"busy": found[name]["busy"], "stacks": found[name]["stacks"]}, indent=1), flush=True)
-    print(f"\n{'run':12} {'tokens/s':>10} {'of first':>9} {'loss apart':>11} {'weights apart':>14} {'GiB':>6} {'seconds':>8}")
+            print(
+                json.dumps(
+                    {"busy": found[name]["busy"], "stacks": found[name]["stacks"]}, indent=1
+                ),
+                flush=True,
+            )
+    print(
+        f"\n{'run':12} {'tokens/s':>10} {'of first':>9} {'loss apart':>11} {'weights apart':>14} {'GiB':>6} {'seconds':>8}"
+    )
     for name, one in found.items():
-        print(f"{name:12} {one['tokens_per_second']:10,.0f} {one['tokens_per_second'] / found[first]['tokens_per_second']:9.2f} "
-              f"{one['loss_difference']:11.2e} {one['weight_distance']:14.2e} {one['peak_gib'] or 0:6.1f} {one['whole_seconds']:8.0f}")
+        print(
+            f"{name:12} {one['tokens_per_second']:10,.0f} {one['tokens_per_second'] / found[first]['tokens_per_second']:9.2f} "
+            f"{one['loss_difference']:11.2e} {one['weight_distance']:14.2e} {one['peak_gib'] or 0:6.1f} {one['whole_seconds']:8.0f}"
+        )
 
 
 if __name__ == "__main__":

@@ -43,17 +43,37 @@ def params(options: argparse.Namespace) -> dict:
     content["generate"]["sampling"]["max_new_tokens"] = options.max_new_tokens
     content["records"] |= {"max_tokens": 1024, "validation_share": options.held_out}
     content["vocab"]["size"] = options.vocab
-    content["hidden_states"] = {"engine": "sglang", "dtype": "bfloat16" if options.dtype == "bfloat16" else "float32"}
-    content["train"] = {"init": options.init, "steps": options.steps, "lr": options.lr, "batch_tokens": options.batch_tokens,
-                        "dtype": options.dtype, "epochs": 1000,
-                        "max_updates": options.updates, "validate_every": max(1, options.updates // 5),
-                        "architecture": {"intermediate_size": options.intermediate}}
+    content["hidden_states"] = {
+        "engine": "sglang",
+        "dtype": "bfloat16" if options.dtype == "bfloat16" else "float32",
+    }
+    content["train"] = {
+        "init": options.init,
+        "steps": options.steps,
+        "lr": options.lr,
+        "batch_tokens": options.batch_tokens,
+        "dtype": options.dtype,
+        "epochs": 1000,
+        "max_updates": options.updates,
+        "validate_every": max(1, options.updates // 5),
+        "architecture": {"intermediate_size": options.intermediate},
+    }
     content["bench"] |= {
-        "engine": options.bench_engine, "batch_sizes": options.batch_sizes, "repeats": 2, "max_prompts": options.held_out_prompts,
-        "max_new_tokens": options.bench_tokens, "max_prompt_tokens": 1024,
-        "speculation": [dict(zip(("steps", "topk", "draft_tokens"), map(int, shape.split(",")))) for shape in options.shapes]}
+        "engine": options.bench_engine,
+        "batch_sizes": options.batch_sizes,
+        "repeats": 2,
+        "max_prompts": options.held_out_prompts,
+        "max_new_tokens": options.bench_tokens,
+        "max_prompt_tokens": 1024,
+        "speculation": [
+            dict(zip(("steps", "topk", "draft_tokens"), map(int, shape.split(","))))
+            for shape in options.shapes
+        ],
+    }
     content["server"] = {"flags": json.loads(options.flags), "environment": {"HF_HUB_OFFLINE": "1"}}
-    content["server"] |= {"command": options.command} if options.command else {"python": sys.executable}
+    content["server"] |= (
+        {"command": options.command} if options.command else {"python": sys.executable}
+    )
     if options.site:
         content["server"]["environment"]["PYTHONPATH"] = options.site
     content["runtime"] = {"concurrency": options.concurrency, "batch_tokens": 65536}
@@ -63,7 +83,9 @@ def params(options: argparse.Namespace) -> dict:
 def lay_out(options: argparse.Namespace) -> Path:
     work = options.work
     shutil.rmtree(work, ignore_errors=True)
-    shutil.copytree(ROOT / "workflow", work / "workflow", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "workflow", work / "workflow", ignore=shutil.ignore_patterns("__pycache__")
+    )
     (work / ".dvc").mkdir()
     config = (ROOT / ".dvc/config").read_text()
     if not shutil.which("git"):
@@ -80,8 +102,13 @@ def lay_out(options: argparse.Namespace) -> Path:
 def build(work: Path, log: Path) -> dict[str, float]:
     """Seconds that each stage took, and the whole. Raises SystemExit with the end of the log if the build fails."""
     started, running, seconds = time.monotonic(), {}, {}
-    process = subprocess.Popen(["snakemake", "--cores", "all", "bench"], cwd=work, text=True, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT)
+    process = subprocess.Popen(
+        ["snakemake", "--cores", "all", "bench"],
+        cwd=work,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     with open(log, "w") as file:
         for line in process.stdout:
             now = time.monotonic() - started
@@ -99,13 +126,22 @@ def build(work: Path, log: Path) -> dict[str, float]:
 def stale(work: Path) -> dict[str, list[str]]:
     """What Snakemake and DVC would run."""
     dry = subprocess.run(["snakemake", "-n", "bench"], cwd=work, text=True, capture_output=True)
-    status = subprocess.run(["dvc", "status", "--json"], cwd=work, text=True, capture_output=True, check=True)
-    return {"snakemake": re.findall(r"^Job \d+: ([^:]+):", dry.stdout + dry.stderr, re.MULTILINE), "dvc": sorted(json.loads(status.stdout))}
+    status = subprocess.run(
+        ["dvc", "status", "--json"], cwd=work, text=True, capture_output=True, check=True
+    )
+    return {
+        "snakemake": re.findall(r"^Job \d+: ([^:]+):", dry.stdout + dry.stderr, re.MULTILINE),
+        "dvc": sorted(json.loads(status.stdout)),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", type=Path, required=True, help="the target's Hugging Face directory")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--target", type=Path, required=True, help="the target's Hugging Face directory"
+    )
     parser.add_argument("--site", default="", help="PYTHONPATH of the servers")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--flags", default=json.dumps(COMMON), help="server.flags, as JSON")
@@ -134,7 +170,10 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     work = lay_out(options)
     try:
-        found: dict = {"seconds": build(work, options.out / "job.log"), "stale": {"after the build": stale(work)}}
+        found: dict = {
+            "seconds": build(work, options.out / "job.log"),
+            "stale": {"after the build": stale(work)},
+        }
         content = yaml.safe_load((work / "params.yaml").read_text())
         content["bench"]["max_difference"] = 0.04
         (work / "params.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
@@ -142,7 +181,14 @@ def main() -> None:
         (options.out / "job.json").write_text(json.dumps(found, indent=1))
         print(json.dumps(found, indent=1))
     finally:
-        for name in ("data/bench", "data/drafter/metrics.json", "data/drafter/training.json", "params.yaml", "logs", "dvc.lock"):
+        for name in (
+            "data/bench",
+            "data/drafter/metrics.json",
+            "data/drafter/training.json",
+            "params.yaml",
+            "logs",
+            "dvc.lock",
+        ):
             if (work / name).is_dir():
                 shutil.copytree(work / name, options.out / Path(name).name, dirs_exist_ok=True)
             elif (work / name).exists():

@@ -17,12 +17,12 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "workflow")]
 
-from eagle3.core import schema  # noqa: E402
-from eagle3.core.process import exclusive  # noqa: E402
-from eagle3.responses import answering as generation  # noqa: E402
-from eagle3.responses.journal import Journal  # noqa: E402
-from eagle3.responses.sglang_engine import SGLangEngine  # noqa: E402
-from eagle3.target.model import Target  # noqa: E402
+from eagle3.core import schema
+from eagle3.core.process import exclusive
+from eagle3.responses import answering as generation
+from eagle3.responses.journal import Journal
+from eagle3.responses.sglang_engine import SGLangEngine
+from eagle3.target.model import Target
 
 SAMPLING = schema.Sampling(max_new_tokens=16)
 
@@ -40,13 +40,26 @@ class PlainRenderer:
 def main(folder: Path) -> None:
     settings = json.loads((folder / "settings.json").read_text())
     target = Target(folder / "target")
-    with exclusive(folder / "work", "the worker"), Journal(folder / "work", SAMPLING.model_dump()) as journal:
-        answering = generation.Answering(folder / "prompts.parquet", PlainRenderer(), journal, SAMPLING.model_dump(), 256,
-                                         settings.get("token_budget"))
+    with (
+        exclusive(folder / "work", "the worker"),
+        Journal(folder / "work", SAMPLING.model_dump()) as journal,
+    ):
+        answering = generation.Answering(
+            folder / "prompts.parquet",
+            PlainRenderer(),
+            journal,
+            SAMPLING.model_dump(),
+            256,
+            settings.get("token_budget"),
+        )
         requests = answering.requests()
         if first := next(requests, None):
-            runtime = schema.Runtime(concurrency=settings["concurrency"], max_tries=50, stall_timeout=30)
-            engine = SGLangEngine(target, SAMPLING, schema.Server(**settings["server"]), runtime, say=print)
+            runtime = schema.Runtime(
+                concurrency=settings["concurrency"], max_tries=50, stall_timeout=30
+            )
+            engine = SGLangEngine(
+                target, SAMPLING, schema.Server(**settings["server"]), runtime, say=print
+            )
             with engine as made_by:
                 journal.note_maker(made_by)
                 engine.run(itertools.chain([first], requests), answering.on_result)

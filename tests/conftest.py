@@ -16,8 +16,10 @@ SCRIPTS = Path(__file__).resolve().parents[1] / "workflow" / "scripts"
 
 def load_script(name: str):
     """A stage's script as a module (it is no package, and its name may be one of Python's own)."""
-    sys.modules.setdefault("_path", importlib.util.module_from_spec(
-        importlib.util.spec_from_loader("_path", loader=None)))
+    sys.modules.setdefault(
+        "_path",
+        importlib.util.module_from_spec(importlib.util.spec_from_loader("_path", loader=None)),
+    )
     spec = importlib.util.spec_from_file_location(f"script_{name}", SCRIPTS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -22,16 +22,38 @@ def make_records(path: Path, count: int, bad: tuple[int, ...] = ()) -> Path:
     for n in range(count):
         chooser = random.Random(n)
         ids = [chooser.randrange(3, 390) for _ in range(chooser.randrange(8, 40))]
-        made.append(Record(f"r{n}", ids + [BAD] * (n in bad), [i > 3 for i in range(len(ids) + (n in bad))], "train"))
-    stats = Counter(tokens=sum(len(r.input_ids) for r in made), supervised=sum(sum(r.loss_mask) for r in made))
-    record_files.write(path, made, stats, SimpleNamespace(min_supervised_share=0, max_supervised_share=1), greedy=False)
+        made.append(
+            Record(
+                f"r{n}",
+                ids + [BAD] * (n in bad),
+                [i > 3 for i in range(len(ids) + (n in bad))],
+                "train",
+            )
+        )
+    stats = Counter(
+        tokens=sum(len(r.input_ids) for r in made), supervised=sum(sum(r.loss_mask) for r in made)
+    )
+    record_files.write(
+        path,
+        made,
+        stats,
+        SimpleNamespace(min_supervised_share=0, max_supervised_share=1),
+        greedy=False,
+    )
     return path
 
 
 def describe_target(folder: Path, model: Path) -> Path:
     """data/target of a model that stays where it is."""
-    params = SimpleNamespace(dtype="float32", quantization=None, kv_cache_dtype="auto", context_length=256,
-                             chat_template_kwargs={}, template_date="2025-01-01", trust_remote_code=False)
+    params = SimpleNamespace(
+        dtype="float32",
+        quantization=None,
+        kv_cache_dtype="auto",
+        context_length=256,
+        chat_template_kwargs={},
+        template_date="2025-01-01",
+        trust_remote_code=False,
+    )
     write_json(folder / "target.json", describe(model, params, outside=True))
     return folder
 
@@ -39,10 +61,14 @@ def describe_target(folder: Path, model: Path) -> Path:
 def make(folder: Path, model: Path, count: int = 20) -> Path:
     """A project with `count` records of one data set, "one"."""
     folder.mkdir(parents=True)
-    shutil.copytree(tiny.ROOT / "workflow", folder / "workflow", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        tiny.ROOT / "workflow", folder / "workflow", ignore=shutil.ignore_patterns("__pycache__")
+    )
     stage = yaml.safe_load((tiny.ROOT / "dvc.yaml").read_text())["stages"]["extract"]["do"]
     stage = json.loads(json.dumps(stage).replace("${key}", "${item}"))
-    (folder / "dvc.yaml").write_text(yaml.safe_dump({"stages": {"extract": {"foreach": ["one"], "do": stage}}}))
+    (folder / "dvc.yaml").write_text(
+        yaml.safe_dump({"stages": {"extract": {"foreach": ["one"], "do": stage}}})
+    )
     describe_target(folder / "data/target", model)
     (folder / "data/records").mkdir()
     make_records(folder / "data/records/one.parquet", count)

@@ -36,7 +36,9 @@ from aiohttp import web
 STOP = 2
 
 
-def answer_ids(prompt: list[int], max_new_tokens: int, vocab: int = 400, length: int | None = None) -> list[int]:
+def answer_ids(
+    prompt: list[int], max_new_tokens: int, vocab: int = 400, length: int | None = None
+) -> list[int]:
     """The one right answer to a prompt: 1 to 24 ids, the last one STOP unless cut at `max_new_tokens`."""
     seed = hashlib.blake2b(json.dumps(prompt).encode(), digest_size=8).digest()
     chooser = random.Random(seed)
@@ -59,12 +61,21 @@ class Server:
         body = await request.json()
         ids, params = body["input_ids"], body["sampling_params"]
         if "ignore_eos" in params:  # the question whether it is ready
-            while time.monotonic() - self.started < self.misbehave.get("starting", 0) or self.stalled():
+            while (
+                time.monotonic() - self.started < self.misbehave.get("starting", 0)
+                or self.stalled()
+            ):
                 await asyncio.sleep(0.05)
             return web.json_response({"output_ids": [5], "meta_info": {}})
         if not body.get("stream"):
-            answers = [{"output_ids": answer_ids(one, params["max_new_tokens"], length=self.misbehave.get("tokens"))}
-                       for one in (ids if ids and isinstance(ids[0], list) else [ids])]
+            answers = [
+                {
+                    "output_ids": answer_ids(
+                        one, params["max_new_tokens"], length=self.misbehave.get("tokens")
+                    )
+                }
+                for one in (ids if ids and isinstance(ids[0], list) else [ids])
+            ]
             return web.json_response(answers if ids and isinstance(ids[0], list) else answers[0])
         self.running += 1
         try:
@@ -79,29 +90,52 @@ class Server:
         if self.misbehave.get("poison") in ids:
             os._exit(139)
         if self.misbehave.get("reject") in ids:
-            return web.json_response({"error": {"message": "this prompt is not for us"}}, status=400)
+            return web.json_response(
+                {"error": {"message": "this prompt is not for us"}}, status=400
+            )
         if self.happens("refuse"):
-            return web.Response(status=self.chance.choice(self.misbehave.get("status", [408, 425, 429, 500, 503])))
+            return web.Response(
+                status=self.chance.choice(self.misbehave.get("status", [408, 425, 429, 500, 503]))
+            )
         if self.happens("hang") or self.stalled():
             await asyncio.sleep(3600)
         if self.misbehave.get("late"):
             await asyncio.sleep(self.misbehave["late"])
         out = answer_ids(ids, params["max_new_tokens"], length=self.misbehave.get("tokens"))
-        finish = {"type": "stop", "matched": STOP} if out[-1] == STOP else {"type": "length", "length": len(out)}
-        meta = {"id": body["rid"], "finish_reason": finish, "prompt_tokens": len(ids), "completion_tokens": len(out),
-                "weight_version": self.flags.weight_version}
+        finish = (
+            {"type": "stop", "matched": STOP}
+            if out[-1] == STOP
+            else {"type": "length", "length": len(out)}
+        )
+        meta = {
+            "id": body["rid"],
+            "finish_reason": finish,
+            "prompt_tokens": len(ids),
+            "completion_tokens": len(out),
+            "weight_version": self.flags.weight_version,
+        }
         if self.happens("abort"):
-            meta["finish_reason"] = {"type": "abort", "message": "out of memory", "status_code": 500}
+            meta["finish_reason"] = {
+                "type": "abort",
+                "message": "out of memory",
+                "status_code": 500,
+            }
         if self.happens("wrong_row"):
             meta["id"] = "another"
         if self.happens("wrong_ids"):
-            out = self.chance.choice([out[:-1], [*out, 3], [100_000, *out[1:]], [None, *out[1:]], [str(i) for i in out]])
+            out = self.chance.choice(
+                [out[:-1], [*out, 3], [100_000, *out[1:]], [None, *out[1:]], [str(i) for i in out]]
+            )
         event = json.dumps({"text": "", "output_ids": out, "meta_info": meta}).encode()
         if self.happens("garbage"):
-            event = self.chance.choice([b"{}", b'{"output_ids": [1]}', event[: len(event) // 2], b"\xff\xfe", b'"text"'])
+            event = self.chance.choice(
+                [b"{}", b'{"output_ids": [1]}', event[: len(event) // 2], b"\xff\xfe", b'"text"']
+            )
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        early = json.dumps({"text": None, "output_ids": out[:1], "meta_info": {**meta, "finish_reason": None}}).encode()
+        early = json.dumps(
+            {"text": None, "output_ids": out[:1], "meta_info": {**meta, "finish_reason": None}}
+        ).encode()
         await response.write(b"data: " + early + b"\n\n")
         if self.happens("cut"):
             request.transport.close()
@@ -110,34 +144,52 @@ class Server:
         if self.count == self.misbehave.get("die_at"):
             os._exit(137)
         if self.events:
-            self.events.write(hashlib.blake2b(json.dumps(ids).encode(), digest_size=8).hexdigest() + "\n")
+            self.events.write(
+                hashlib.blake2b(json.dumps(ids).encode(), digest_size=8).hexdigest() + "\n"
+            )
             self.events.flush()
         await response.write(b"data: " + event + b"\n\ndata: [DONE]\n\n")
         await response.write_eof()
         return response
 
     async def model_info(self, _):
-        return web.json_response({"model_path": self.flags.model_path, "weight_version": self.flags.weight_version})
+        return web.json_response(
+            {"model_path": self.flags.model_path, "weight_version": self.flags.weight_version}
+        )
 
     async def server_info(self, _):
-        return web.json_response({
-            "version": "0.0.test", "dtype": self.flags.dtype, "quantization": self.flags.quantization,
-            "kv_cache_dtype": self.misbehave.get("kv_cache_dtype", self.flags.kv_cache_dtype),
-            "context_length": self.flags.context_length, "tp_size": 1, "speculative_algorithm": None})
+        return web.json_response(
+            {
+                "version": "0.0.test",
+                "dtype": self.flags.dtype,
+                "quantization": self.flags.quantization,
+                "kv_cache_dtype": self.misbehave.get("kv_cache_dtype", self.flags.kv_cache_dtype),
+                "context_length": self.flags.context_length,
+                "tp_size": 1,
+                "speculative_algorithm": None,
+            }
+        )
 
     async def flush_cache(self, _):
         return web.Response(text="flushed")
 
     async def metrics(self, _):
-        lines = [f'sglang:num_running_reqs{{model_name="m"}} {self.running}', 'sglang:num_queue_reqs{model_name="m"} 0',
-                 'sglang:token_usage{model_name="m"} 0.25', 'sglang:gen_throughput{model_name="m"} 123.0']
+        lines = [
+            f'sglang:num_running_reqs{{model_name="m"}} {self.running}',
+            'sglang:num_queue_reqs{model_name="m"} 0',
+            'sglang:token_usage{model_name="m"} 0.25',
+            'sglang:gen_throughput{model_name="m"} 123.0',
+        ]
         return web.Response(text="\n".join(lines) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     for name in ("host", "model-path", "weight-version", "dtype", "kv-cache-dtype", "quantization"):
-        parser.add_argument(f"--{name}", default={"host": "127.0.0.1", "dtype": "auto", "kv-cache-dtype": "auto"}.get(name))
+        parser.add_argument(
+            f"--{name}",
+            default={"host": "127.0.0.1", "dtype": "auto", "kv-cache-dtype": "auto"}.get(name),
+        )
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--context-length", type=int)
     flags, _ = parser.parse_known_args()
@@ -153,11 +205,20 @@ def main() -> None:
     app = web.Application(client_max_size=1 << 30)
     app.router.add_post("/generate", server.generate)
     app.router.add_get("/model_info", server.model_info)
-    app.router.add_get("/get_server_info", server.server_info)  # the older name of one, the newer one of the other
+    app.router.add_get(
+        "/get_server_info", server.server_info
+    )  # the older name of one, the newer one of the other
     app.router.add_get("/metrics", server.metrics)
     app.router.add_post("/flush_cache", server.flush_cache)
-    web.run_app(app, host=flags.host, port=flags.port, print=lambda text: print(text, flush=True),
-                handle_signals=not misbehave.get("deaf"), shutdown_timeout=0.2, access_log=None)
+    web.run_app(
+        app,
+        host=flags.host,
+        port=flags.port,
+        print=lambda text: print(text, flush=True),
+        handle_signals=not misbehave.get("deaf"),
+        shutdown_timeout=0.2,
+        access_log=None,
+    )
 
 
 if __name__ == "__main__":

@@ -29,17 +29,42 @@ def free_port() -> int:
 def make_target(folder: Path, **info) -> Target:
     """data/target of a model that has a configuration and nothing else; enough to talk about it."""
     (folder / "model").mkdir(parents=True)
-    (folder / "model/config.json").write_text(json.dumps({"vocab_size": 400, "hidden_size": 8, "num_hidden_layers": 2}))
-    (folder / "target.json").write_text(json.dumps({
-        "path": None, "digest": "d" * 32, "weights_digest": "w" * 32, "tokenizer_digest": "t" * 32, "dtype": "float32",
-        "quantization": None, "kv_cache_dtype": "auto", "context_length": 256, "trust_remote_code": False,
-        "chat_template_kwargs": {}, "template_date": "2025-01-01", **info}))
+    (folder / "model/config.json").write_text(
+        json.dumps({"vocab_size": 400, "hidden_size": 8, "num_hidden_layers": 2})
+    )
+    (folder / "target.json").write_text(
+        json.dumps(
+            {
+                "path": None,
+                "digest": "d" * 32,
+                "weights_digest": "w" * 32,
+                "tokenizer_digest": "t" * 32,
+                "dtype": "float32",
+                "quantization": None,
+                "kv_cache_dtype": "auto",
+                "context_length": 256,
+                "trust_remote_code": False,
+                "chat_template_kwargs": {},
+                "template_date": "2025-01-01",
+                **info,
+            }
+        )
+    )
     return Target(folder)
 
 
 def server_settings(**more) -> schema.Server:
-    return schema.Server(**{"command": COMMAND, "port": free_port(), "start_timeout": 60, "restart_backoff": 0.05,
-                            "stop_timeout": 3, "idle_timeout": 0, **more})
+    return schema.Server(
+        **{
+            "command": COMMAND,
+            "port": free_port(),
+            "start_timeout": 60,
+            "restart_backoff": 0.05,
+            "stop_timeout": 3,
+            "idle_timeout": 0,
+            **more,
+        }
+    )
 
 
 def requests(count: int, max_new_tokens: int = 16) -> list[Request]:
@@ -61,10 +86,27 @@ def started(target: Target, port: int | None = None, events: Path | None = None,
     """A misbehaving server in a process of its own; yields (url, process)."""
     port = port or free_port()
     info = target.info
-    command = [*COMMAND, "--port", str(port), "--model-path", str(target.path), "--weight-version", target.digest,
-               "--dtype", info["dtype"], "--context-length", str(info["context_length"])]
-    environment = {**os.environ, "MISBEHAVE": json.dumps(misbehave), **({"EVENTS": str(events)} if events else {})}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [
+        *COMMAND,
+        "--port",
+        str(port),
+        "--model-path",
+        str(target.path),
+        "--weight-version",
+        target.digest,
+        "--dtype",
+        info["dtype"],
+        "--context-length",
+        str(info["context_length"]),
+    ]
+    environment = {
+        **os.environ,
+        "MISBEHAVE": json.dumps(misbehave),
+        **({"EVENTS": str(events)} if events else {}),
+    }
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     url = f"http://127.0.0.1:{port}"
     try:
         wait_until(lambda: listens(port))

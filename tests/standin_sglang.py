@@ -16,7 +16,10 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "workflow"), str(Path(__file__).resolve().parent)]
+sys.path[:0] = [
+    str(Path(__file__).resolve().parents[1] / "workflow"),
+    str(Path(__file__).resolve().parent),
+]
 
 KINDS = ("", "limit", "ignores", "silent", "counts", "errors", "short", "busy")
 
@@ -28,8 +31,15 @@ def arguments(command_line: list[str]) -> argparse.Namespace:
     parser.add_argument("--weight-version")
     parser.add_argument("--speculative-algorithm")
     parser.add_argument("--speculative-draft-model-path")
-    for name in ("speculative-num-steps", "speculative-eagle-topk", "speculative-num-draft-tokens", "max-running-requests",
-                 "cuda-graph-max-bs-decode", "random-seed", "context-length"):
+    for name in (
+        "speculative-num-steps",
+        "speculative-eagle-topk",
+        "speculative-num-draft-tokens",
+        "max-running-requests",
+        "cuda-graph-max-bs-decode",
+        "random-seed",
+        "context-length",
+    ):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--wrong", choices=KINDS, default="")
     return parser.parse_known_args(command_line)[0]
@@ -50,11 +60,17 @@ class Standin:
         self.given, self.asked, self.flushes, self.lock = given, 0, 0, threading.Lock()
         if given.wrong == "ignores":
             given.speculative_algorithm = None
-        model = AutoModelForCausalLM.from_pretrained(given.model_path, dtype=torch.float32).eval().requires_grad_(False)
+        model = (
+            AutoModelForCausalLM.from_pretrained(given.model_path, dtype=torch.float32)
+            .eval()
+            .requires_grad_(False)
+        )
         stop = read_json(Path(given.model_path) / "config.json")["eos_token_id"]
         drafter, captured = None, []
         if given.speculative_algorithm:
-            drafter = export.load_drafter(given.speculative_draft_model_path, model.get_input_embeddings().weight)
+            drafter = export.load_drafter(
+                given.speculative_draft_model_path, model.get_input_embeddings().weight
+            )
             ids = drafter.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
             captured = layers.served_layers(ids, layers.PLUS_ONE)
         self.decoder = Decoder(model, captured, [stop], drafter)
@@ -62,10 +78,23 @@ class Standin:
     def info(self) -> dict:
         keys = [key for key in vars(self.given) if key not in ("wrong", "port")]
         found = {key: getattr(self.given, key) for key in keys}
-        limit = 1 if self.given.wrong == "limit" and self.given.speculative_algorithm else self.given.max_running_requests
-        return {**found, "version": "0.5.14", "dtype": "float32", "max_running_requests": limit,
-                "internal_states": [{"effective_max_running_requests_per_dp": limit,
-                                     "memory_usage": {"token_capacity": 4096}}]}
+        limit = (
+            1
+            if self.given.wrong == "limit" and self.given.speculative_algorithm
+            else self.given.max_running_requests
+        )
+        return {
+            **found,
+            "version": "0.5.14",
+            "dtype": "float32",
+            "max_running_requests": limit,
+            "internal_states": [
+                {
+                    "effective_max_running_requests_per_dp": limit,
+                    "memory_usage": {"token_capacity": 4096},
+                }
+            ],
+        }
 
     def model_info(self) -> dict:
         return {"model_path": self.given.model_path, "weight_version": self.given.weight_version}
@@ -78,20 +107,39 @@ class Standin:
         wanted = body["sampling_params"]["max_new_tokens"]
         with self.lock:
             if self.decoder.drafter:
-                made = self.decoder.speculative(body["input_ids"], wanted, self.given.speculative_num_steps)
+                made = self.decoder.speculative(
+                    body["input_ids"], wanted, self.given.speculative_num_steps
+                )
             else:
                 made = self.decoder.plain(body["input_ids"], wanted)
-        meta = {"prompt_tokens": len(body["input_ids"]), "cached_tokens": 0, "finish_reason": {"type": "length"}}
+        meta = {
+            "prompt_tokens": len(body["input_ids"]),
+            "cached_tokens": 0,
+            "finish_reason": {"type": "length"},
+        }
         if made.accepted and self.given.wrong != "silent":
-            histogram = [made.accepted.count(n) for n in range(self.given.speculative_num_steps + 1)]
+            histogram = [
+                made.accepted.count(n) for n in range(self.given.speculative_num_steps + 1)
+            ]
             if self.given.wrong == "counts":
                 histogram, made.accepted = [len(made.ids) - 1], [0] * (len(made.ids) - 1)
-            meta |= {"spec_verify_ct": len(made.accepted), "spec_correct_drafts_histogram": histogram}
+            meta |= {
+                "spec_verify_ct": len(made.accepted),
+                "spec_correct_drafts_histogram": histogram,
+            }
         for end in range(1, len(made.ids)) if body.get("stream") else []:
-            yield {"text": None, "output_ids": made.ids[:end], "meta_info": {**meta, "completion_tokens": end}}
+            yield {
+                "text": None,
+                "output_ids": made.ids[:end],
+                "meta_info": {**meta, "completion_tokens": end},
+            }
             time.sleep(0.0002)
         count = len(made.ids) + (self.given.wrong == "short")
-        yield {"text": "", "output_ids": made.ids, "meta_info": {**meta, "completion_tokens": count}}
+        yield {
+            "text": "",
+            "output_ids": made.ids,
+            "meta_info": {**meta, "completion_tokens": count},
+        }
 
 
 def handler(standin: Standin):
@@ -111,13 +159,19 @@ def handler(standin: Standin):
 
         def do_GET(self):
             known = {"/server_info": standin.info, "/model_info": standin.model_info}
-            self.reply(200, json.dumps(known[self.path]())) if self.path in known else self.reply(404, "{}")
+            self.reply(200, json.dumps(known[self.path]())) if self.path in known else self.reply(
+                404, "{}"
+            )
 
         def do_POST(self):
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             if self.path == "/flush_cache":
                 standin.flushes += 1
-                self.reply(*(400, "pending requests") if standin.given.wrong == "busy" else (200, "Cache flushed."))
+                self.reply(
+                    *(400, "pending requests")
+                    if standin.given.wrong == "busy"
+                    else (200, "Cache flushed.")
+                )
                 return
             body = json.loads(body)
             try:
@@ -128,7 +182,9 @@ def handler(standin: Standin):
             if not body.get("stream"):
                 self.reply(200, json.dumps(events[-1]))
                 return
-            lines = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+            lines = (
+                "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+            )
             self.reply(200, lines, "text/event-stream")
 
     return Handler

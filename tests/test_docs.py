@@ -16,15 +16,24 @@ from eagle3.core import params as parameters
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-GUIDES = [DOCS / name for name in ("index.md", "tutorial.md", "how-it-decides.md", "build.md", "cluster.md")] + sorted(
-    (DOCS / "guides").glob("*.md"))
-BLOCK = re.compile(r"(?:^<!-- (?P<note>[^\n]*) -->\n)?^```(?P<kind>\w*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
+GUIDES = [
+    DOCS / name
+    for name in ("index.md", "tutorial.md", "how-it-decides.md", "build.md", "cluster.md")
+] + sorted((DOCS / "guides").glob("*.md"))
+BLOCK = re.compile(
+    r"(?:^<!-- (?P<note>[^\n]*) -->\n)?^```(?P<kind>\w*)\n(?P<body>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
 
 
 def blocks(kind: str):
     """(file, note, body) of the guides' fenced blocks of a kind."""
-    return [(path, match["note"] or "", match["body"]) for path in GUIDES for match in BLOCK.finditer(path.read_text())
-            if match["kind"] == kind]
+    return [
+        (path, match["note"] or "", match["body"])
+        for path in GUIDES
+        for match in BLOCK.finditer(path.read_text())
+        if match["kind"] == kind
+    ]
 
 
 @pytest.mark.parametrize("path, note, body", [*blocks("bash"), *blocks("console")])
@@ -38,7 +47,9 @@ def test_every_command_is_run_by_a_test_or_says_where_it_was_tried(path, note, b
 
 def test_commands_marked_run_work(tmp_path):
     project = tiny.make_project(tmp_path / "project", {"one": (6, "generate")})
-    commands = [line for _, note, body in blocks("bash") if note == "run" for line in body.splitlines()]
+    commands = [
+        line for _, note, body in blocks("bash") if note == "run" for line in body.splitlines()
+    ]
     assert len(commands) >= 4
     for command in dict.fromkeys(commands):
         program, *arguments = command.split()
@@ -79,11 +90,18 @@ def test_keys_named_in_the_guides_exist():
 
 
 def test_the_graph_is_what_snakemake_draws():
-    made = subprocess.run([sys.executable, "-m", "snakemake", "--cores", "1", "--rulegraph", "--", "bench"], cwd=ROOT,
-                          capture_output=True, text=True, check=True).stdout
+    made = subprocess.run(
+        [sys.executable, "-m", "snakemake", "--cores", "1", "--rulegraph", "--", "bench"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     drawn = (DOCS / "stages.svg").read_text()
     names = dict(re.findall(r'^\s*(\d+)\[label = "(\w+)"', made, re.MULTILINE))
     edges = {(names[a], names[b]) for a, b in re.findall(r"^\s*(\d+) -> (\d+)", made, re.MULTILINE)}
     shown = dict(re.findall(r"<title>(\d+)</title>.*?<text[^>]*>(\w+)</text>", drawn, re.DOTALL))
     assert set(shown.values()) == set(names.values()), "run `make graph` and commit docs/stages.svg"
-    assert {(shown[a], shown[b]) for a, b in re.findall(r"<title>(\d+)&#45;&gt;(\d+)</title>", drawn)} == edges
+    assert {
+        (shown[a], shown[b]) for a, b in re.findall(r"<title>(\d+)&#45;&gt;(\d+)</title>", drawn)
+    } == edges

@@ -25,11 +25,30 @@ ENGLISH = (
     "wars, when the paper mill was at its largest and people moved in from the villages around. Today the mill is a "
     "museum, and many of those who live here work in the city and come home in the evening. On Saturdays there is a "
     "market on the square in front of the church, where farmers sell vegetables, cheese and bread. In summer the river "
-    "is low enough to walk across, and children build dams of stones that the first storm of autumn washes away.")
-TEXTS = ["", " ", "Hello, world!", "In 2024, 3.14159 x 10^23 = 42", "1234567890", "a1b22c333", " 007 ", "don't we'll I'M",
-         "über straße", "日本語と中文 123", "emoji 😀👍🏽 2x", "tabs\tand\nnew\n\nlines  \n  x", "½ ² ٣ ௧ Ⅷ", "a" * 50,
-         "def f(x):\n    return x**2 + 10_000\n", "\u00a0\u2003wide", "!!!???...---", "x=1;y=2",
-         "https://example.org/?q=1&p=22", "CamelCaseWord HTTPServer2"]
+    "is low enough to walk across, and children build dams of stones that the first storm of autumn washes away."
+)
+TEXTS = [
+    "",
+    " ",
+    "Hello, world!",
+    "In 2024, 3.14159 x 10^23 = 42",
+    "1234567890",
+    "a1b22c333",
+    " 007 ",
+    "don't we'll I'M",
+    "über straße",
+    "日本語と中文 123",
+    "emoji 😀👍🏽 2x",
+    "tabs\tand\nnew\n\nlines  \n  x",
+    "½ ² ٣ ௧ Ⅷ",
+    "a" * 50,
+    "def f(x):\n    return x**2 + 10_000\n",
+    "\u00a0\u2003wide",
+    "!!!???...---",
+    "x=1;y=2",
+    "https://example.org/?q=1&p=22",
+    "CamelCaseWord HTTPServer2",
+]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +60,11 @@ def embedded() -> Target:
         for name in ("params.yaml", "dvc.yaml"):
             shutil.copy(tiny.ROOT / name, work)
         (work / "workflow").symlink_to(tiny.ROOT / "workflow")
-        subprocess.run([sys.executable, "workflow/scripts/target.py", "--out", "data/target"], cwd=work, check=True)
+        subprocess.run(
+            [sys.executable, "workflow/scripts/target.py", "--out", "data/target"],
+            cwd=work,
+            check=True,
+        )
     return Target(work / "data/target")
 
 
@@ -61,7 +84,9 @@ def by_hand(embedded):
     here = Path.cwd()
     os.chdir(tiny.ROOT / ".work/tests/embedded")
     try:
-        reader = gguf.GGUFReader(str(sources.package_file(source.package, source.file, source.sha256)))
+        reader = gguf.GGUFReader(
+            str(sources.package_file(source.package, source.file, source.sha256))
+        )
     finally:
         os.chdir(here)
 
@@ -74,7 +99,9 @@ def by_hand(embedded):
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     letters = {b: chr(b) for b in printable} | {b: chr(256 + n) for n, b in enumerate(others)}
-    pattern = regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
+    pattern = regex.compile(
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+    )
 
     def encode(text):
         found = []
@@ -82,10 +109,13 @@ def by_hand(embedded):
             for word in pattern.findall(piece):
                 parts = [letters[b] for b in word.encode()]
                 while len(parts) > 1:
-                    rank, place = min((ranks.get(pair, math.inf), i) for i, pair in enumerate(zip(parts, parts[1:])))
+                    rank, place = min(
+                        (ranks.get(pair, math.inf), i)
+                        for i, pair in enumerate(zip(parts, parts[1:]))
+                    )
                     if rank == math.inf:
                         break
-                    parts[place: place + 2] = [parts[place] + parts[place + 1]]
+                    parts[place : place + 2] = [parts[place] + parts[place + 1]]
                 found += [ids[part] for part in parts]
         return found
 
@@ -104,12 +134,24 @@ def rows(name):
 
 def test_tokenisation_is_that_of_the_gguf(embedded, by_hand):
     """The digit rule, lost on transformers' way from a GGUF, changes one text in ten."""
-    texts = TEXTS + [ENGLISH] + [json.dumps(row, ensure_ascii=False)[:400] for name in ("bfcl", "humaneval")
-                                 for _, row in rows(name)[:150]]
-    different = [text for text in texts if embedded.tokenizer(text, add_special_tokens=False)["input_ids"] != by_hand(text)]
+    texts = (
+        TEXTS
+        + [ENGLISH]
+        + [
+            json.dumps(row, ensure_ascii=False)[:400]
+            for name in ("bfcl", "humaneval")
+            for _, row in rows(name)[:150]
+        ]
+    )
+    different = [
+        text
+        for text in texts
+        if embedded.tokenizer(text, add_special_tokens=False)["input_ids"] != by_hand(text)
+    ]
     assert not different, different[:3]
-    assert embedded.tokenizer("2024", add_special_tokens=False)["input_ids"] == by_hand("2") + by_hand("0") + by_hand(
-        "2") + by_hand("4")
+    assert embedded.tokenizer("2024", add_special_tokens=False)["input_ids"] == by_hand(
+        "2"
+    ) + by_hand("0") + by_hand("2") + by_hand("4")
     assert embedded.tokenizer.model_max_length == 8192
 
 
@@ -120,11 +162,12 @@ def test_chat_template_and_special_tokens(embedded):
     assert (start, end) == (1, 2) and tokenizer.eos_token_id == end and embedded.stop_ids == [2]
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "q 12"}]
     ids = renderer.prompt_ids(messages)
-    assert tokenizer.decode(ids) == ("<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nq 12<|im_end|>\n"
-                                     "<|im_start|>assistant\n")
+    assert tokenizer.decode(ids) == (
+        "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nq 12<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert ids.count(start) == 3 and ids.count(end) == 2
     whole = renderer.full_ids([*messages, {"role": "assistant", "content": "a"}])
-    assert whole[: len(ids)] == ids and end in whole[len(ids):]
+    assert whole[: len(ids)] == ids and end in whole[len(ids) :]
     assert set(renderer.specials) >= {"<|im_start|>", "<|im_end|>", "<|endoftext|>"}
 
 
@@ -136,13 +179,23 @@ def test_perplexity_and_a_coherent_answer(embedded, model):
     with torch.inference_mode():
         perplexity = math.exp(model(ids, labels=ids).loss)
     assert 12 < perplexity < 36
-    prompt = Renderer(embedded).prompt_ids([{"role": "user", "content": "What is the capital of France?"}])
+    prompt = Renderer(embedded).prompt_ids(
+        [{"role": "user", "content": "What is the capital of France?"}]
+    )
     with torch.inference_mode():
-        answer = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=2, pad_token_id=2)
-    assert "Paris" in embedded.tokenizer.decode(answer[0, len(prompt):])
+        answer = model.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=24,
+            do_sample=False,
+            eos_token_id=2,
+            pad_token_id=2,
+        )
+    assert "Paris" in embedded.tokenizer.decode(answer[0, len(prompt) :])
 
 
-@pytest.mark.parametrize("name, shape", [("alpaca", 1), ("bfcl", 1), ("glaive", 2), ("humaneval", 1), ("sft_demo", 1)])
+@pytest.mark.parametrize(
+    "name, shape", [("alpaca", 1), ("bfcl", 1), ("glaive", 2), ("humaneval", 1), ("sft_demo", 1)]
+)
 def test_every_embedded_data_set_is_read(embedded, in_tmp, name, shape):
     """Real rows of five shapes; what is rejected is rejected for a named reason, and a raised cap keeps what was there."""
     dataset, renderer = PARAMS.datasets[name], Renderer(embedded)
@@ -153,12 +206,21 @@ def test_every_embedded_data_set_is_read(embedded, in_tmp, name, shape):
     more, rejects, stats = prompts.select(some, large, PARAMS.prompts, renderer)
     more = {p.id: p for p in more}
     assert len(kept) == 5 and len(more) == 20 and kept.items() <= more.items()
-    assert set(stats["reasons"]) <= {"prompt_too_long", "special_token_in_text", "empty_message", "roles_do_not_alternate"}
+    assert set(stats["reasons"]) <= {
+        "prompt_too_long",
+        "special_token_in_text",
+        "empty_message",
+        "roles_do_not_alternate",
+    }
     assert Counter(r["reason"] for r in rejects) == stats["reasons"]
     open_turns = max(sum(m["role"] == "assistant" for m in p.messages) for p in more.values())
     assert open_turns >= shape
     if name in ("glaive", "bfcl"):
         with_tools = [p for p in more.values() if p.tools]
-        assert len(with_tools) == 20 if name == "bfcl" else with_tools  # some real glaive rows come without
+        assert (
+            len(with_tools) == 20 if name == "bfcl" else with_tools
+        )  # some real glaive rows come without
         for prompt in with_tools:  # the template drops tools, so they are written into the prompt
-            assert prompt.tools[0]["function"]["name"] in embedded.tokenizer.decode(prompt.prompt_ids)
+            assert prompt.tools[0]["function"]["name"] in embedded.tokenizer.decode(
+                prompt.prompt_ids
+            )

@@ -13,13 +13,17 @@ import pytest
 import tiny
 from eagle3.core.params import read_yaml
 
-pytestmark = pytest.mark.skipif("EAGLEMAKE_RECIPE" not in os.environ, reason="slow; make test-recipe runs it")
+pytestmark = pytest.mark.skipif(
+    "EAGLEMAKE_RECIPE" not in os.environ, reason="slow; make test-recipe runs it"
+)
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory) -> Path:
     project = kimi.make_project(tmp_path_factory.mktemp("recipe") / "project")
-    (project / "build.txt").write_text(tiny.run(project, "snakemake", "--cores", "2", "bench", timeout=3000).stdout)
+    (project / "build.txt").write_text(
+        tiny.run(project, "snakemake", "--cores", "2", "bench", timeout=3000).stdout
+    )
     return project
 
 
@@ -28,15 +32,23 @@ def test_every_data_set_goes_through_every_stage(project):
     names = read_yaml(project / "params.yaml")["datasets"]
     assert sorted(names) == sorted(kimi.SETS) and len(names) == 10
     for name, dataset in names.items():
-        rows = [json.loads(line) for line in open(project / f"data/responses/{name}/raw_responses.jsonl")]
+        rows = [
+            json.loads(line)
+            for line in open(project / f"data/responses/{name}/raw_responses.jsonl")
+        ]
         errors = (project / f"data/responses/{name}/errors.jsonl").read_text().splitlines()
         stats = json.loads((project / f"data/prompts/{name}.stats.json").read_text())
         assert len(rows) + len(errors) == stats["kept"] == 6
         manifest = json.loads((project / f"data/hidden_states/{name}/manifest.json").read_text())
-        assert manifest["architecture"] == "Kimi_K25ForConditionalGeneration" and manifest["hidden_size"] == 32
+        assert (
+            manifest["architecture"] == "Kimi_K25ForConditionalGeneration"
+            and manifest["hidden_size"] == 32
+        )
         assert manifest["rows"] >= len(rows) and manifest["dtype"] == "float8_e4m3fn"
         assert stats["rejected"] == sum(bool(reason) for _, reason in kimi.SETS[name][2])
-        engine = json.loads((project / f"data/responses/{name}/fingerprint.json").read_text())["engine"]
+        engine = json.loads((project / f"data/responses/{name}/fingerprint.json").read_text())[
+            "engine"
+        ]
         assert engine == ("given" if dataset["answers"] == "on_policy" else "transformers")
 
 
@@ -49,7 +61,11 @@ def test_all_answers_come_before_the_first_states(project):
 
 def test_the_drafter_is_numbered_as_sglang_reads_it_for_this_family(project):
     config = json.loads((project / "data/drafter/config.json").read_text())
-    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]  # captured 2, 4, 5
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [
+        1,
+        3,
+        4,
+    ]  # captured 2, 4, 5
     assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["head_dim"] == 8
     assert config["rope_theta"] == 50000.0 and config["rope_parameters"]["rope_type"] == "yarn"
     assert config["max_position_embeddings"] == 4096 and config["draft_vocab_size"] == 400

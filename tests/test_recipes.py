@@ -21,8 +21,13 @@ from eagle3.target.layers import IF_FIRST_IS_ONE, captured_layers, config_ids, c
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = {path.stem: params.read_yaml(path) for path in sorted((ROOT / "recipes").glob("*.yaml"))}
 BLANKS = {
-    "kimi-k2.5": {"target.source": "path of this source", "datasets.A2_kimi_k25_2000x.source": "path of this source"},
-    "llama-3.1-8b": {}, "qwen3-8b": {}}
+    "kimi-k2.5": {
+        "target.source": "path of this source",
+        "datasets.A2_kimi_k25_2000x.source": "path of this source",
+    },
+    "llama-3.1-8b": {},
+    "qwen3-8b": {},
+}
 
 
 def filled(content):
@@ -56,7 +61,9 @@ def test_every_data_set_states_its_licence(name):
     text = (ROOT / "recipes" / f"{name}.yaml").read_text()
     for dataset in RECIPES[name]["datasets"]:
         comment = re.search(rf"((?:^  # .*\n)+)  {dataset}:$", text, re.MULTILINE)
-        assert comment and re.search(r"Apache-2\.0|MIT|CC-BY-4\.0|ODC-BY|no licence", comment[1]), dataset
+        assert comment and re.search(r"Apache-2\.0|MIT|CC-BY-4\.0|ODC-BY|no licence", comment[1]), (
+            dataset
+        )
 
 
 def test_the_kimi_recipe_is_the_reference_case():
@@ -64,13 +71,21 @@ def test_the_kimi_recipe_is_the_reference_case():
     kinds = [dataset.answers for dataset in recipe.datasets.values()]
     assert kinds.count("on_policy") == 2 and kinds.count("generate") == 8
     generated = [d for d in recipe.datasets.values() if d.answers == "generate"]
-    assert all(d.token_budget == 10_000_000 for d in generated) and sum(d.max_samples for d in generated) == 83_000
+    assert (
+        all(d.token_budget == 10_000_000 for d in generated)
+        and sum(d.max_samples for d in generated) == 83_000
+    )
     layers = captured_layers(61, recipe.hidden_states.layers)
     assert config_ids(layers, convention_of("KimiK25ForConditionalGeneration")) == [1, 29, 57]
-    assert convention_of("Kimi_K25ForConditionalGeneration") == IF_FIRST_IS_ONE  # as transformers spells it
+    assert (
+        convention_of("Kimi_K25ForConditionalGeneration") == IF_FIRST_IS_ONE
+    )  # as transformers spells it
     assert 3 * 7168 == 21504 and shards.bytes_per_token(7168, "bfloat16") - 5 == 57_344
     assert recipe.vocab.size == 32_000 and recipe.hidden_states.dtype == "float8_e4m3fn"
-    assert recipe.server.environment["NCCL_BUFFSIZE"] == 16_777_216 and recipe.server.flags["tp-size"] == 8
+    assert (
+        recipe.server.environment["NCCL_BUFFSIZE"] == 16_777_216
+        and recipe.server.flags["tp-size"] == 8
+    )
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +95,12 @@ def kimi_target(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("kimi")
     model = kimi.make_model(folder / "model")
-    section = Target(source=Source(path=str(model)), dtype="float32", context_length=1024,
-                     chat_template_kwargs={"thinking": True})
+    section = Target(
+        source=Source(path=str(model)),
+        dtype="float32",
+        context_length=1024,
+        chat_template_kwargs={"thinking": True},
+    )
     (folder / "target").mkdir()
     (folder / "target/target.json").write_text(json.dumps(describe(model, section, outside=True)))
     return Folder(folder / "target")
@@ -89,16 +108,23 @@ def kimi_target(tmp_path_factory):
 
 @pytest.mark.parametrize("name", kimi.SETS)
 def test_the_adapter_of_a_data_set_reads_its_schema_odd_rows_included(name, kimi_target, tmp_path):
-    settings = {k: v for k, v in RECIPES["kimi-k2.5"]["datasets"][name].items() if k not in ("source", "token_budget")}
+    settings = {
+        k: v
+        for k, v in RECIPES["kimi-k2.5"]["datasets"][name].items()
+        if k not in ("source", "token_budget")
+    }
     path = kimi.make_file(tmp_path, name, 4)
     dataset = Dataset(source=Source(path=str(path)), **settings)
-    kept, rejects, stats = prompts.select(sources.rows(dataset.source), dataset, Prompts(max_prompt_tokens=900),
-                                          Renderer(kimi_target))
+    kept, rejects, stats = prompts.select(
+        sources.rows(dataset.source), dataset, Prompts(max_prompt_tokens=900), Renderer(kimi_target)
+    )
     _, _, odd = kimi.SETS[name]
     expected = {1 + place: reason for place, (_, reason) in enumerate(odd)}
     found = {reject["row"]: reject["reason"] for reject in rejects}
     assert found == {row: reason for row, reason in expected.items() if reason}
-    assert sorted(p.source_row for p in kept) == [row for row in range(4 + len(odd)) if not expected.get(row)]
+    assert sorted(p.source_row for p in kept) == [
+        row for row in range(4 + len(odd)) if not expected.get(row)
+    ]
     assert stats["rows"] == 4 + len(odd) and stats["duplicates"] == 0
 
 
@@ -110,16 +136,33 @@ def read(name, i=1):
 
 def test_toucan_calls_and_tools_arrive():
     found = read("A1_kimi_k2_trajectories")
-    assert [m["role"] for m in found.messages] == ["system", "user", "assistant", "tool", "assistant"]
-    assert found.messages[2]["tool_calls"] == [{"id": "functions.bird_count:0", "type": "function", "function": {
-        "name": "bird_count", "arguments": '{"place": "river"}'}}]
+    assert [m["role"] for m in found.messages] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
+    assert found.messages[2]["tool_calls"] == [
+        {
+            "id": "functions.bird_count:0",
+            "type": "function",
+            "function": {"name": "bird_count", "arguments": '{"place": "river"}'},
+        }
+    ]
     assert found.messages[3]["tool_call_id"] == "functions.bird_count:0"
     assert found.tools[0]["function"]["name"] == "bird_count"
 
 
 def test_glaive_text_becomes_messages_calls_and_functions():
     found = read("B1_glaive")
-    assert [m["role"] for m in found.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert [m["role"] for m in found.messages] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
     assert found.messages[0]["content"].endswith("following functions. Use them if required")
     call = found.messages[2]["tool_calls"][0]["function"]
     assert call["name"] == "bird_count" and json.loads(call["arguments"]).keys() == {"place"}
@@ -139,16 +182,27 @@ def test_the_template_is_rendered_as_kimi_does(kimi_target):
     text = renderer.tokenizer.decode(renderer.prompt_ids(found.messages[:4], found.tools))
     assert text.startswith("<|im_system|>tool_declare<|im_middle|>[{")
     assert text.endswith("<|im_assistant|>assistant<|im_middle|><think>")
-    assert "<think></think><|tool_calls_section_begin|><|tool_call_begin|>functions.bird_count:0" in text
+    assert (
+        "<think></think><|tool_calls_section_begin|><|tool_call_begin|>functions.bird_count:0"
+        in text
+    )
     assert "## Return of functions.bird_count:0\n{" in text
 
 
 def test_a_served_thought_goes_back_into_history_as_a_thought(kimi_target):
     """The prompt ended with <think>, so the served text has only the closing tag."""
     renderer = Renderer(kimi_target)
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "thought</think>answer"}]
-    assert renderer.tokenizer.decode(renderer.full_ids(turns)).endswith("<think>thought</think>answer<|im_end|>")
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "thought</think>answer"},
+    ]
+    assert renderer.tokenizer.decode(renderer.full_ids(turns)).endswith(
+        "<think>thought</think>answer<|im_end|>"
+    )
     turns += [{"role": "user", "content": "b"}, {"role": "assistant", "content": "more"}]
     assert "<think></think>answer<|im_end|>" in renderer.tokenizer.decode(renderer.full_ids(turns))
-    given = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>thought</think>answer"}]
+    given = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "<think>thought</think>answer"},
+    ]
     assert renderer.full_ids(given) == renderer.full_ids(turns[:2])

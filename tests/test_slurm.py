@@ -21,8 +21,12 @@ ETC = Path("/etc/slurm")
 DAEMONS = ("munged", "slurmctld", "slurmd")
 pytestmark = [
     pytest.mark.skipif("EAGLEMAKE_SLURM" not in os.environ, reason="slow; make test-slurm runs it"),
-    pytest.mark.skipif(not all(shutil.which(d) for d in DAEMONS) or os.geteuid() != 0, reason="needs SLURM, munge and root"),
-    pytest.mark.skipif((ETC / "slurm.conf").exists(), reason="a SLURM is configured here already")]
+    pytest.mark.skipif(
+        not all(shutil.which(d) for d in DAEMONS) or os.geteuid() != 0,
+        reason="needs SLURM, munge and root",
+    ),
+    pytest.mark.skipif((ETC / "slurm.conf").exists(), reason="a SLURM is configured here already"),
+]
 CONFIG = """ClusterName=loopback
 SlurmctldHost=localhost
 SlurmctldPort=16817
@@ -58,31 +62,51 @@ def slurm(tmp_path_factory):
     for name in ("state", "spool"):
         (folder / name).mkdir()
     memory = int(Path("/proc/meminfo").read_text().split()[1]) // 1024 - 2000
-    (folder / "slurm.conf").write_text(CONFIG.format(folder=folder, cpus=os.cpu_count(), memory=memory))
+    (folder / "slurm.conf").write_text(
+        CONFIG.format(folder=folder, cpus=os.cpu_count(), memory=memory)
+    )
     for i in range(8):
         (folder / f"gpu{i}").touch()
-    (folder / "gres.conf").write_text(f"NodeName=localhost Name=gpu Count=8 File={folder}/gpu[0-7]\n")
+    (folder / "gres.conf").write_text(
+        f"NodeName=localhost Name=gpu Count=8 File={folder}/gpu[0-7]\n"
+    )
     (folder / "key").write_bytes(os.urandom(1024))
     (folder / "key").chmod(0o600)
     ETC.mkdir(exist_ok=True)
     for name in ("slurm.conf", "gres.conf"):
         (ETC / name).symlink_to(folder / name)
     commands = [
-        ["munged", "--foreground", "--force", f"--key-file={folder}/key", f"--socket={folder}/munge.socket",
-         f"--pid-file={folder}/munged.pid", f"--log-file={folder}/munged.log", f"--seed-file={folder}/seed"],
-        ["slurmctld", "-D", "-c"], ["slurmd", "-D", "-N", "localhost"]]
+        [
+            "munged",
+            "--foreground",
+            "--force",
+            f"--key-file={folder}/key",
+            f"--socket={folder}/munge.socket",
+            f"--pid-file={folder}/munged.pid",
+            f"--log-file={folder}/munged.log",
+            f"--seed-file={folder}/seed",
+        ],
+        ["slurmctld", "-D", "-c"],
+        ["slurmd", "-D", "-N", "localhost"],
+    ]
     running = []
     try:
         for command in commands:
-            running.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+            running.append(
+                subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            )
             time.sleep(1.5)
         for _ in range(30):
-            state = subprocess.run(["sinfo", "-h", "-o", "%T"], capture_output=True, text=True).stdout
+            state = subprocess.run(
+                ["sinfo", "-h", "-o", "%T"], capture_output=True, text=True
+            ).stdout
             if "idle" in state:
                 break
             time.sleep(1)
         else:
-            pytest.fail(f"SLURM did not come up: {state} {(folder / 'slurmctld.log').read_text()[-2000:]}")
+            pytest.fail(
+                f"SLURM did not come up: {state} {(folder / 'slurmctld.log').read_text()[-2000:]}"
+            )
         yield
     finally:
         for process in reversed(running):
@@ -104,27 +128,50 @@ def test_the_whole_job_runs_as_slurm_jobs_with_their_resources(job, tmp_path, sl
     profile["set-threads"] = {rule: 1 for rule in profile["set-threads"]}  # what this machine has
     for resources in [profile["default-resources"], *profile["set-resources"].values()]:
         resources["mem_mb"] = 4000
-    profile.update({"seconds-between-status-checks": 3, "slurm-init-seconds-before-status-checks": 3,
-                    "slurm-status-command": "squeue"})  # there is no accounting here, and so no sacct
+    profile.update(
+        {
+            "seconds-between-status-checks": 3,
+            "slurm-init-seconds-before-status-checks": 3,
+            "slurm-status-command": "squeue",
+        }
+    )  # there is no accounting here, and so no sacct
     (project / "profiles/slurm/config.yaml").write_text(yaml.safe_dump(profile))
     before = len(jobs())
-    subprocess.run([sys.executable, "-m", "snakemake", "--profile", "profiles/slurm", "drafter"], cwd=project,
-                   check=True, timeout=1700)
+    subprocess.run(
+        [sys.executable, "-m", "snakemake", "--profile", "profiles/slurm", "drafter"],
+        cwd=project,
+        check=True,
+        timeout=1700,
+    )
     assert (project / "data/drafter/model.safetensors").exists()
     ran = jobs()[before:]
-    assert len(ran) == 3 + 4 * len(names)  # target, vocab, train; prepare, generate, tokenize, extract of each data set
+    assert len(ran) == 3 + 4 * len(
+        names
+    )  # target, vocab, train; prepare, generate, tokenize, extract of each data set
     assert all(line["JobState"] == "COMPLETED" for line in ran), ran
     on_gpu = [line for line in ran if line["Partition"] == "gpu"]
     assert len(on_gpu) == 1 + 2 * len(names)
     assert all("gpu:8" in line.get("TresPerNode", line.get("TRES", "")) for line in on_gpu)
-    again = subprocess.run([sys.executable, "-m", "snakemake", "--profile", "profiles/slurm", "-n", "drafter"], cwd=project,
-                           capture_output=True, text=True)
+    again = subprocess.run(
+        [sys.executable, "-m", "snakemake", "--profile", "profiles/slurm", "-n", "drafter"],
+        cwd=project,
+        capture_output=True,
+        text=True,
+    )
     assert "Nothing to be done" in again.stdout + again.stderr
-    assert sorted(json.loads((project / "data/drafter/training.json").read_text())["hidden_states"]) == names
+    assert (
+        sorted(json.loads((project / "data/drafter/training.json").read_text())["hidden_states"])
+        == names
+    )
 
 
 def jobs() -> list[dict[str, str]]:
     """All jobs that this SLURM has had, in order."""
-    shown = subprocess.run(["scontrol", "show", "jobs", "--oneliner"], capture_output=True, text=True).stdout
-    found = [dict(part.split("=", 1) for part in line.split() if "=" in part) for line in shown.splitlines()]
+    shown = subprocess.run(
+        ["scontrol", "show", "jobs", "--oneliner"], capture_output=True, text=True
+    ).stdout
+    found = [
+        dict(part.split("=", 1) for part in line.split() if "=" in part)
+        for line in shown.splitlines()
+    ]
     return sorted((job for job in found if "JobId" in job), key=lambda job: int(job["JobId"]))

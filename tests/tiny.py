@@ -33,15 +33,26 @@ def make_tokenizer(folder: Path, vocab_size: int = 400) -> None:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=specials, show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=specials,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
     backend.train_from_iterator([text(i, 30) for i in range(60)], trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>",
-                                        chat_template=TEMPLATE, model_max_length=512)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=TEMPLATE,
+        model_max_length=512,
+    )
     tokenizer.save_pretrained(folder)
 
 
-def make_model(folder: Path, layers: int = 8, hidden: int = 32, seed: int = 0, vocab_size: int = 400, **more) -> Path:
+def make_model(
+    folder: Path, layers: int = 8, hidden: int = 32, seed: int = 0, vocab_size: int = 400, **more
+) -> Path:
     """A random Llama in a Hugging Face directory."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -50,10 +61,22 @@ def make_model(folder: Path, layers: int = 8, hidden: int = 32, seed: int = 0, v
     make_tokenizer(folder, vocab_size)
     torch.manual_seed(seed)
     config = LlamaConfig(
-        hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=hidden // 4, vocab_size=vocab_size, max_position_embeddings=512,
-        bos_token_id=None, eos_token_id=2, pad_token_id=0, tie_word_embeddings=False, initializer_range=0.2,
-        rope_parameters={"rope_type": "default", "rope_theta": 5000.0}, **more)
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden // 4,
+        vocab_size=vocab_size,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=2,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+        rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
+        **more,
+    )
     LlamaForCausalLM(config).float().save_pretrained(folder)
     return folder
 
@@ -75,16 +98,28 @@ def params(model: Path, sources: dict[str, tuple[Path, str]]) -> dict:
     return {
         "target": {"source": {"path": str(model)}, "dtype": "float32", "context_length": 256},
         "prompts": {"max_prompt_tokens": 128},
-        "datasets": {name: {"answers": kind, "source": {"path": str(path)}, "max_samples": 6}
-                     for name, (path, kind) in sources.items()},
-        "generate": {"engine": "transformers", "sampling": {"max_new_tokens": 12, "temperature": 0}},
+        "datasets": {
+            name: {"answers": kind, "source": {"path": str(path)}, "max_samples": 6}
+            for name, (path, kind) in sources.items()
+        },
+        "generate": {
+            "engine": "transformers",
+            "sampling": {"max_new_tokens": 12, "temperature": 0},
+        },
         "on_policy": {"max_answer_tokens": 64},
         "records": {"max_tokens": 128, "validation_share": 0.3},
         "vocab": {"size": 300},
         "hidden_states": {"dtype": "float32", "shard_bytes": 65536},
         "train": {"steps": 2, "epochs": 1, "batch_tokens": 256, "dtype": "float32", "lr": 1e-3},
-        "bench": {"steps": 2, "max_prompts": 2, "max_new_tokens": 8, "min_accept_length": 1.0, "max_difference": 0.5},
-        "server": {}, "runtime": {"batch_size": 8, "batch_tokens": 1024, "reserve_bytes": 0},
+        "bench": {
+            "steps": 2,
+            "max_prompts": 2,
+            "max_new_tokens": 8,
+            "min_accept_length": 1.0,
+            "max_difference": 0.5,
+        },
+        "server": {},
+        "runtime": {"batch_size": 8, "batch_tokens": 1024, "reserve_bytes": 0},
     }
 
 
@@ -93,19 +128,48 @@ def make_project(folder: Path, sources: dict[str, tuple[int, str]] | None = None
 
     `sources`: name -> (rows in its file, "generate" or "on_policy"); default two of one kind and one of the other.
     """
-    sources = sources or {"one": (12, "generate"), "two": (12, "generate"), "given": (8, "on_policy")}
-    shutil.copytree(ROOT, folder, symlinks=True, ignore=shutil.ignore_patterns(
-        ".git", ".venv", ".work", ".build", ".snakemake", "logs", "cache", "tmp", "__pycache__", "dvc.lock", ".gpu"))
+    sources = sources or {
+        "one": (12, "generate"),
+        "two": (12, "generate"),
+        "given": (8, "on_policy"),
+    }
+    shutil.copytree(
+        ROOT,
+        folder,
+        symlinks=True,
+        ignore=shutil.ignore_patterns(
+            ".git",
+            ".venv",
+            ".work",
+            ".build",
+            ".snakemake",
+            "logs",
+            "cache",
+            "tmp",
+            "__pycache__",
+            "dvc.lock",
+            ".gpu",
+        ),
+    )
     for artifact in (folder / "data").iterdir():
         if artifact.name != ".gitignore":
-            shutil.rmtree(artifact) if artifact.is_dir() and not artifact.is_symlink() else artifact.unlink()
+            shutil.rmtree(
+                artifact
+            ) if artifact.is_dir() and not artifact.is_symlink() else artifact.unlink()
     inputs = folder.parent / f"{folder.name}-inputs"
     model = make_model(inputs / "model")
-    files = {name: (make_rows(inputs / f"{name}.jsonl", rows, seed, kind == "on_policy"), kind)
-             for seed, (name, (rows, kind)) in enumerate(sources.items())}
+    files = {
+        name: (make_rows(inputs / f"{name}.jsonl", rows, seed, kind == "on_policy"), kind)
+        for seed, (name, (rows, kind)) in enumerate(sources.items())
+    }
     write_params(folder, params(model, files))
-    for command in (["git", "init", "-q", "-b", "main"], ["git", "config", "user.email", "t@example.org"],
-                    ["git", "config", "user.name", "t"], ["git", "add", "-A"], ["git", "commit", "-qm", "start"]):
+    for command in (
+        ["git", "init", "-q", "-b", "main"],
+        ["git", "config", "user.email", "t@example.org"],
+        ["git", "config", "user.name", "t"],
+        ["git", "add", "-A"],
+        ["git", "commit", "-qm", "start"],
+    ):
         subprocess.run(command, cwd=folder, check=True)
     return folder
 
@@ -118,11 +182,25 @@ def read_params(folder: Path) -> dict:
     return yaml.safe_load((folder / "params.yaml").read_text())
 
 
-def run(folder: Path, *command: str, check: bool = True, timeout: float = 600) -> subprocess.CompletedProcess:
+def run(
+    folder: Path, *command: str, check: bool = True, timeout: float = 600
+) -> subprocess.CompletedProcess:
     """Runs `snakemake …` or `dvc …` with this interpreter's environment; output is captured, both streams together."""
-    environment = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
-    done = subprocess.run([sys.executable, "-m", *command], cwd=folder, text=True, timeout=timeout, env=environment,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    environment = {
+        **os.environ,
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=folder,
+        text=True,
+        timeout=timeout,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     if check and done.returncode:
-        raise AssertionError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-6000:]}")
+        raise AssertionError(
+            f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-6000:]}"
+        )
     return done

@@ -14,8 +14,15 @@ from eagle3.records import records
 from eagle3.target import layers
 from eagle3.target.model import Target, describe
 
-SETTINGS = SimpleNamespace(dtype="float32", quantization=None, kv_cache_dtype="auto", context_length=256,
-                           chat_template_kwargs={}, template_date="2025-01-01", trust_remote_code=False)
+SETTINGS = SimpleNamespace(
+    dtype="float32",
+    quantization=None,
+    kv_cache_dtype="auto",
+    context_length=256,
+    chat_template_kwargs={},
+    template_date="2025-01-01",
+    trust_remote_code=False,
+)
 
 
 def make_target(folder: Path, model: Path) -> Target:
@@ -24,7 +31,9 @@ def make_target(folder: Path, model: Path) -> Target:
     return Target(folder)
 
 
-def random_drafter(target: Target, seed: int = 0, draft_ids: list[int] | None = None) -> drafters.Drafter:
+def random_drafter(
+    target: Target, seed: int = 0, draft_ids: list[int] | None = None
+) -> drafters.Drafter:
     """An untrained drafter with the target's shapes. `draft_ids`: target ids of its vocabulary; default 300 of them."""
     draft_ids = draft_ids or [*range(100), *range(150, 350)]
     tensors = vocab.tensors(draft_ids, target.vocab_size)
@@ -36,7 +45,10 @@ def random_drafter(target: Target, seed: int = 0, draft_ids: list[int] | None = 
 
 def prompts(count: int, length: int = 12, vocab_size: int = 400, seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(10, vocab_size, (length + i % 3,), generator=generator).tolist() for i in range(count)]
+    return [
+        torch.randint(10, vocab_size, (length + i % 3,), generator=generator).tolist()
+        for i in range(count)
+    ]
 
 
 def greedy_answers(target: Target, asked: list[list[int]], tokens: int) -> list[list[int]]:
@@ -49,23 +61,40 @@ def greedy_answers(target: Target, asked: list[list[int]], tokens: int) -> list[
                 ids.append(model(torch.tensor([ids])).logits[0, -1].argmax().item())
                 if ids[-1] in target.stop_ids:
                     break
-            answers.append(ids[len(prompt):])
+            answers.append(ids[len(prompt) :])
     return answers
 
 
-def overfit_drafter(target: Target, asked: list[list[int]], answers: list[list[int]], steps: int = 3,
-                    updates: int = 180) -> drafters.Drafter:
+def overfit_drafter(
+    target: Target,
+    asked: list[list[int]],
+    answers: list[list[int]],
+    steps: int = 3,
+    updates: int = 180,
+) -> drafters.Drafter:
     """A drafter that has learnt these answers."""
     made = random_drafter(target, draft_ids=list(range(target.vocab_size))).train()
     captured = layers.captured_layers(target.num_layers)
     replica = Replica(target.load_model(), captured, target.hidden_size)
-    states = [(torch.cat(aux, -1), last.clone()) for aux, last in (replica.states([p + a]) for p, a in zip(asked, answers))]
-    rows = [{"input_ids": torch.tensor(p + a), "loss_mask": torch.tensor([False] * len(p) + [True] * len(a)),
-             "aux": aux.float(), "last": last.float(), "id": str(i)}
-            for i, (p, a, (aux, last)) in enumerate(zip(asked, answers, states))]
+    states = [
+        (torch.cat(aux, -1), last.clone())
+        for aux, last in (replica.states([p + a]) for p, a in zip(asked, answers))
+    ]
+    rows = [
+        {
+            "input_ids": torch.tensor(p + a),
+            "loss_mask": torch.tensor([False] * len(p) + [True] * len(a)),
+            "aux": aux.float(),
+            "last": last.float(),
+            "id": str(i),
+        }
+        for i, (p, a, (aux, last)) in enumerate(zip(asked, answers, states))
+    ]
     batch, head = ttt.collate(rows), target.head().float()
     optimizer = torch.optim.AdamW(made.parameters(), lr=2e-2, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-2, total_steps=updates, pct_start=0.07)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 2e-2, total_steps=updates, pct_start=0.07
+    )
     for _ in range(updates):
         loss, _ = ttt.loss(made, batch, head, steps, 0.9)
         optimizer.zero_grad()
@@ -85,13 +114,19 @@ def save(drafter: drafters.Drafter, folder: Path, **training) -> Path:
     return folder
 
 
-def write_records(folder: Path, name: str, asked: list[list[int]], answers: list[list[int]], split: str) -> Path:
+def write_records(
+    folder: Path, name: str, asked: list[list[int]], answers: list[list[int]], split: str
+) -> Path:
     """A records file of one split."""
     from collections import Counter
 
-    rows = [records.Record(f"{name}{i}", p + a, [False] * len(p) + [True] * len(a), split)
-            for i, (p, a) in enumerate(zip(asked, answers))]
-    stats = Counter(tokens=sum(len(r.input_ids) for r in rows), supervised=sum(sum(r.loss_mask) for r in rows))
+    rows = [
+        records.Record(f"{name}{i}", p + a, [False] * len(p) + [True] * len(a), split)
+        for i, (p, a) in enumerate(zip(asked, answers))
+    ]
+    stats = Counter(
+        tokens=sum(len(r.input_ids) for r in rows), supervised=sum(sum(r.loss_mask) for r in rows)
+    )
     limits = SimpleNamespace(min_supervised_share=0, max_supervised_share=1)
     records.write(folder / f"{name}.parquet", rows, stats, limits, True)
     return folder / f"{name}.parquet"

@@ -19,7 +19,10 @@ from eagle3.bench.figures import (
 
 def rows_of(counts: list[tuple[int, int]]) -> list[Served]:
     """(tokens, cycles) of each answer."""
-    return [Served("set", str(i), 0, list(range(tokens)), 1.0, cycles=cycles) for i, (tokens, cycles) in enumerate(counts)]
+    return [
+        Served("set", str(i), 0, list(range(tokens)), 1.0, cycles=cycles)
+        for i, (tokens, cycles) in enumerate(counts)
+    ]
 
 
 def test_accept_length_is_pooled_and_not_a_mean_of_means():
@@ -41,8 +44,10 @@ def test_the_bonus_token_counts_and_a_drafter_that_is_never_right_has_exactly_on
 
 def test_every_row_counts_and_not_only_the_last():
     """catalogue F10: two conversations of very different acceptance."""
-    rows = [Served("set", "a", 0, [1] * 41, 1.0, cycles=10, accepted=[0, 0, 0, 10]),
-            Served("set", "b", 0, [1] * 11, 1.0, cycles=10, accepted=[10, 0, 0, 0])]
+    rows = [
+        Served("set", "a", 0, [1] * 41, 1.0, cycles=10, accepted=[0, 0, 0, 10]),
+        Served("set", "b", 0, [1] * 11, 1.0, cycles=10, accepted=[10, 0, 0, 0]),
+    ]
     assert accept_lengths(rows, None)["served"] == pytest.approx(52 / 20)
     assert acceptance(rows, 3) == {"position_0": 0.5, "position_1": 0.5, "position_2": 0.5}
 
@@ -57,14 +62,20 @@ def test_failed_requests_are_counted_and_left_out():
 def test_cell_by_hand():
     """Two answers at once: 30 tokens in 2 s against 20 tokens in 2 s; a decode step 0.1 s, a verify cycle 0.25 s."""
     base = [Served("x", "1", 0, [1] * 10, 2.0), Served("y", "2", 0, [1] * 10, 2.0)]
-    spec = [Served("x", "1", 0, [1] * 15, 2.0, cycles=5), Served("y", "2", 0, [1] * 15, 2.0, cycles=5)]
+    spec = [
+        Served("x", "1", 0, [1] * 15, 2.0, cycles=5),
+        Served("y", "2", 0, [1] * 15, 2.0, cycles=5),
+    ]
     plain = [Served("x", "1", 0, [1] * 11, 1.5, first=0.5)]
     drafted = [Served("x", "1", 0, [1] * 15, 1.5, first=0.5, cycles=4)]
     simulated = Simulated(2.9, 30, 10, [0.9, 0.8, 0.7])
     made = figures(Arm(base, {0: 2.0}, plain), Arm(spec, {0: 2.0}, drafted), 3, simulated)
     assert made["tokens_per_second"] == {"baseline": 10.0, "speculative": 15.0}
     assert made["speed_up"] == pytest.approx(1.5)
-    assert made["seconds"] == {"decode_step": pytest.approx(0.1), "verify_cycle": pytest.approx(0.25)}
+    assert made["seconds"] == {
+        "decode_step": pytest.approx(0.1),
+        "verify_cycle": pytest.approx(0.25),
+    }
     assert made["accept_length"]["break_even"] == pytest.approx(2.5)
     assert made["accept_length"]["replayed"] == 3 and made["accept_length"]["simulated"] == 2.9
     assert made["first_token"]["baseline"] == {"median": 0.5, "p95": 0.5}
@@ -74,7 +85,9 @@ def test_cell_by_hand():
     assert one["inter_token"]["baseline"] is None
 
 
-def noisy_arms(speed_up: float, noise: float, prompts: int, seed: int) -> tuple[list[Served], list[Served]]:
+def noisy_arms(
+    speed_up: float, noise: float, prompts: int, seed: int
+) -> tuple[list[Served], list[Served]]:
     chooser, arms = random.Random(seed), ([], [])
     for repeat in range(3):
         for prompt in range(prompts):
@@ -96,16 +109,25 @@ def test_interval_holds_the_truth_about_as_often_as_it_says():
     for seed in range(60):
         base, spec = noisy_arms(1.3, 0.15, 40, seed)
         value = (sum(len(r.ids) for r in spec) / sum(r.seconds for r in spec)) / (
-            sum(len(r.ids) for r in base) / sum(r.seconds for r in base))
+            sum(len(r.ids) for r in base) / sum(r.seconds for r in base)
+        )
         low, high = interval(base, spec, resamples=400)
         held += value * low <= 1.3 <= value * high
     assert held >= 50
 
 
 def test_outputs_are_compared_and_differences_not_hidden():
-    base = [Served("s", "a", 0, [1, 2, 3]), Served("s", "b", 0, [1, 2, 3, 4]), Served("s", "b", 1, [1, 9, 9, 9])]
+    base = [
+        Served("s", "a", 0, [1, 2, 3]),
+        Served("s", "b", 0, [1, 2, 3, 4]),
+        Served("s", "b", 1, [1, 9, 9, 9]),
+    ]
     spec = [Served("s", "a", 0, [1, 2, 3]), Served("s", "b", 0, [1, 2, 7, 8])]
     assert compare_outputs(base, spec) == {
-        "compared": 2, "equal": 1, "common_prefix_share": 0.75, "equal_to_itself": {"baseline": 1, "speculative": None}}
+        "compared": 2,
+        "equal": 1,
+        "common_prefix_share": 0.75,
+        "equal_to_itself": {"baseline": 1, "speculative": None},
+    }
     assert common_prefix([], [1]) == 0 and common_prefix([1, 2], [1, 2]) == 2
     assert spread([]) is None

@@ -13,9 +13,14 @@ from eagle3.target import layers
 @pytest.fixture(scope="module")
 def cells(tiny_target, learnt):
     captured = layers.captured_layers(tiny_target.num_layers)
-    prompts = [{"dataset": "ab"[i % 2], "id": str(i), "prompt_ids": ids} for i, ids in enumerate(learnt.prompts)]
+    prompts = [
+        {"dataset": "ab"[i % 2], "id": str(i), "prompt_ids": ids}
+        for i, ids in enumerate(learnt.prompts)
+    ]
     variant = Variant("3-1-4", learnt.folder, 3)
-    measured = benching.measure(tiny_target, learnt.drafter, captured, prompts, variant, 12, repeats=2)
+    measured = benching.measure(
+        tiny_target, learnt.drafter, captured, prompts, variant, 12, repeats=2
+    )
     hits = Simulator(tiny_target, learnt.drafter, captured).hits
     return measured, measuring.cells(measured, [variant], prompts, lambda _: hits)
 
@@ -42,13 +47,18 @@ def test_arms_take_turns_at_going_first(cells):
     plain, drafted = measured.arms[None, 1].rows, measured.arms["3-1-4", 1].rows
     assert [row.id for row in plain] == [*map(str, range(8)), *map(str, reversed(range(8)))]
     assert [row.repeat for row in drafted] == [0] * 8 + [1] * 8
-    assert sum(measured.arms[None, 1].walls.values()) == pytest.approx(sum(row.seconds for row in plain))
+    assert sum(measured.arms[None, 1].walls.values()) == pytest.approx(
+        sum(row.seconds for row in plain)
+    )
 
 
 def test_an_untrained_drafter_is_refused(tiny_target, learnt):
     drafter = tiny_drafter.random_drafter(tiny_target, seed=5)
     captured = layers.captured_layers(tiny_target.num_layers)
-    prompts = [{"dataset": "a", "id": str(i), "prompt_ids": ids} for i, ids in enumerate(learnt.prompts[:3])]
+    prompts = [
+        {"dataset": "a", "id": str(i), "prompt_ids": ids}
+        for i, ids in enumerate(learnt.prompts[:3])
+    ]
     variant = Variant("2-1-3", learnt.folder, 2)
     measured = benching.measure(tiny_target, drafter, captured, prompts, variant, 12)
     (cell,) = measuring.cells(measured, [variant], prompts, None)

@@ -7,8 +7,10 @@ from eagle3.bench.plots import HEIGHT, WIDTH, Line, nice_ticks, plot
 
 
 def test_plot_is_well_formed_and_stays_inside():
-    lines = [Line("a <b>", [(1, 0.5), (8, 1.5), (64, 0.7)], [0.4, 1.2, 0.5], [0.6, 1.9, 0.9]),
-             Line("c", [(1, 1.0), (64, 3.0)])]
+    lines = [
+        Line("a <b>", [(1, 0.5), (8, 1.5), (64, 0.7)], [0.4, 1.2, 0.5], [0.6, 1.9, 0.9]),
+        Line("c", [(1, 1.0), (64, 3.0)]),
+    ]
     text = plot(lines, "requests at once", "Speed-up", mark=1, logarithmic=True)
     root = xml.fromstring(text)
     assert "a <b>" in "".join(root.itertext())

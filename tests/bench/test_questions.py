@@ -45,13 +45,20 @@ def wanted(**more):
 def test_questions_are_rendered_as_everywhere(tiny_target):
     """catalogue F07: the template of training, and the same first ids."""
     renderer = Renderer(tiny_target)
-    rows = [(0, {"prompt": "count the birds"}), (1, {"instruction": "sings", "output": "no"}),
-            (2, {"turns": ["stone", "more"]})]
+    rows = [
+        (0, {"prompt": "count the birds"}),
+        (1, {"instruction": "sings", "output": "no"}),
+        (2, {"turns": ["stone", "more"]}),
+    ]
     (first,) = held_out.questions("set", rows[:1], wanted(), renderer, 100, set())
-    assert first["prompt_ids"] == renderer.prompt_ids([{"role": "user", "content": "count the birds"}])
+    assert first["prompt_ids"] == renderer.prompt_ids(
+        [{"role": "user", "content": "count the birds"}]
+    )
     (second,) = held_out.questions("set", rows[1:2], wanted(), renderer, 100, set())
     assert second["prompt_ids"] == renderer.prompt_ids([{"role": "user", "content": "sings"}])
-    (third,) = held_out.questions("set", rows[2:], wanted(columns={"prompt": "turns"}), renderer, 100, set())
+    (third,) = held_out.questions(
+        "set", rows[2:], wanted(columns={"prompt": "turns"}), renderer, 100, set()
+    )
     assert third["prompt_ids"] == renderer.prompt_ids([{"role": "user", "content": "stone"}])
 
 
@@ -60,7 +67,9 @@ def test_unseen_questions_come_first_and_a_raised_cap_keeps_the_earlier_ones(tin
     rows = list(enumerate({"prompt": tiny.text(i)} for i in range(12)))
     everything = held_out.questions("set", rows, wanted(), renderer, 100, set())
     seen = {row["id"] for row in everything[:3]}
-    few, more = (held_out.questions("set", rows, wanted(max_samples=n), renderer, 100, seen) for n in (4, 8))
+    few, more = (
+        held_out.questions("set", rows, wanted(max_samples=n), renderer, 100, seen) for n in (4, 8)
+    )
     assert few == more[:4] == everything[3:7]
 
 

@@ -10,11 +10,15 @@ from eagle3.target import layers
 
 @pytest.fixture(scope="module")
 def simulator(tiny_target, learnt):
-    return Simulator(tiny_target, learnt.drafter, layers.captured_layers(tiny_target.num_layers), batch_tokens=64)
+    return Simulator(
+        tiny_target, learnt.drafter, layers.captured_layers(tiny_target.num_layers), batch_tokens=64
+    )
 
 
 @pytest.mark.parametrize("steps", [1, 3, 5])
-def test_walking_the_answers_gives_every_cycle_that_serving_had(steps, tiny_target, learnt, simulator):
+def test_walking_the_answers_gives_every_cycle_that_serving_had(
+    steps, tiny_target, learnt, simulator
+):
     """Not only the same accept length: the same number of accepted drafts, cycle by cycle (catalogue E22)."""
     decoder = tiny_drafter.decoder(tiny_target, learnt.drafter)
     served = [decoder.speculative(prompt, 12, steps) for prompt in learnt.prompts]
@@ -29,7 +33,9 @@ def test_walking_the_answers_gives_every_cycle_that_serving_had(steps, tiny_targ
             walked.append(run)
             position += run + 1
         assert walked[:-1] == made.accepted[:-1]
-        assert walked[-1] <= made.accepted[-1]  # drafts beyond the end of the answer are not known to be right
+        assert (
+            walked[-1] <= made.accepted[-1]
+        )  # drafts beyond the end of the answer are not known to be right
     found = summary(hits, answers, steps)
     assert found.cycles == sum(len(made.accepted) for made in served)
     assert found.tokens == sum(len(made.ids) for made in served)
@@ -42,13 +48,18 @@ def test_the_first_token_comes_from_the_prefill_and_is_not_drafted(learnt, simul
     assert drafting == list(range(first, first + len(learnt.answers[0]) - 1))
 
 
-def test_gap_of_differing_answers_is_the_difference_of_the_targets_logits(tiny_target, learnt, simulator):
+def test_gap_of_differing_answers_is_the_difference_of_the_targets_logits(
+    tiny_target, learnt, simulator
+):
     prompt, answer = learnt.prompts[1], learnt.answers[1]
     other = [*answer[:5], (answer[5] + 1) % 400, *answer[6:]]
     _, gaps = simulator.hits([Answered(prompt, answer, other)], 1)
     with torch.no_grad():
         logits = tiny_target.load_model()(torch.tensor([prompt + answer[:5]])).logits[0, -1]
-    assert gaps == [pytest.approx((logits[answer[5]] - logits[other[5]]).item(), abs=1e-3)] and gaps[0] > 0
+    assert (
+        gaps == [pytest.approx((logits[answer[5]] - logits[other[5]]).item(), abs=1e-3)]
+        and gaps[0] > 0
+    )
 
 
 def test_replay_of_a_made_up_answer():

@@ -38,7 +38,9 @@ class Servers:
             words += ["--wrong", self.wrong]
         server, standin = standin_sglang.run(standin_sglang.arguments(words))
         self.standins.append(standin)
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        thread = threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        )
         thread.start()
         try:
             yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -49,7 +51,10 @@ class Servers:
 
 @pytest.fixture(scope="module")
 def prompts(learnt):
-    return [{"dataset": "ab"[i % 2], "id": str(i), "prompt_ids": ids} for i, ids in enumerate(learnt.prompts[:4])]
+    return [
+        {"dataset": "ab"[i % 2], "id": str(i), "prompt_ids": ids}
+        for i, ids in enumerate(learnt.prompts[:4])
+    ]
 
 
 def small_plan(learnt, **more) -> Plan:
@@ -61,23 +66,48 @@ def small_plan(learnt, **more) -> Plan:
 def matrix(learnt, tiny_model, prompts):
     """Two variants, two batch sizes, two repeats, two rounds."""
     servers = Servers(tiny_model)
-    plan = Plan([Variant("3-1-4", learnt.folder, 3), Variant("1-1-2", learnt.folder, 1)], [1, 3], 10, repeats=2, rounds=2)
+    plan = Plan(
+        [Variant("3-1-4", learnt.folder, 3), Variant("1-1-2", learnt.folder, 1)],
+        [1, 3],
+        10,
+        repeats=2,
+        rounds=2,
+    )
     return servers, plan, sglang_bench.measure(servers.serve, prompts, plan)
 
 
-def test_the_whole_matrix_is_measured_and_served_equals_replayed(matrix, learnt, tiny_target, prompts):
+def test_the_whole_matrix_is_measured_and_served_equals_replayed(
+    matrix, learnt, tiny_target, prompts
+):
     _, plan, measured = matrix
-    hits = Simulator(tiny_target, learnt.drafter, layers.captured_layers(tiny_target.num_layers)).hits
+    hits = Simulator(
+        tiny_target, learnt.drafter, layers.captured_layers(tiny_target.num_layers)
+    ).hits
     cells = measuring.cells(measured, plan.variants, prompts, lambda _: hits)
-    assert [(c["variant"], c["concurrency"]) for c in cells] == [("3-1-4", 1), ("3-1-4", 3), ("1-1-2", 1), ("1-1-2", 3)]
+    assert [(c["variant"], c["concurrency"]) for c in cells] == [
+        ("3-1-4", 1),
+        ("3-1-4", 3),
+        ("1-1-2", 1),
+        ("1-1-2", 3),
+    ]
     for cell in cells:
         figures = cell["all"]
         assert figures["accept_length"]["served"] == figures["accept_length"]["replayed"]
-        assert figures["outputs"] == {"compared": 4, "equal": 4, "common_prefix_share": 1.0,
-                                      "equal_to_itself": {"baseline": 4, "speculative": 4}}
-        assert figures["tokens"]["speculative"] == 4 * 4 * 10 and figures["errors"] == {"baseline": 0, "speculative": 0}
+        assert figures["outputs"] == {
+            "compared": 4,
+            "equal": 4,
+            "common_prefix_share": 1.0,
+            "equal_to_itself": {"baseline": 4, "speculative": 4},
+        }
+        assert figures["tokens"]["speculative"] == 4 * 4 * 10 and figures["errors"] == {
+            "baseline": 0,
+            "speculative": 0,
+        }
         assert figures["acceptance"].keys() == {f"position_{k}" for k in range(cell["steps"])}
-        assert figures["first_token"]["speculative"]["median"] > 0 and figures["inter_token"]["baseline"]["p95"] > 0
+        assert (
+            figures["first_token"]["speculative"]["median"] > 0
+            and figures["inter_token"]["baseline"]["p95"] > 0
+        )
         assert figures["seconds"]["verify_cycle"] > 0
         judging.refuse_unless_sound(cell, 1.05, 1e-9, exact=True)
 
@@ -85,9 +115,22 @@ def test_the_whole_matrix_is_measured_and_served_equals_replayed(matrix, learnt,
 def test_arms_differ_by_speculation_only_and_order_turns_round(matrix):
     """catalogue F04, F05"""
     servers, _, measured = matrix
-    assert [flags.get("speculative-num-steps") for flags in servers.started] == [None, 3, 1, 1, 3, None]
-    common = [{k: v for k, v in flags.items() if not k.startswith("speculative")} for flags in servers.started]
-    assert all(flags == {"max-running-requests": 3, "cuda-graph-max-bs-decode": 3, "random-seed": 0} for flags in common)
+    assert [flags.get("speculative-num-steps") for flags in servers.started] == [
+        None,
+        3,
+        1,
+        1,
+        3,
+        None,
+    ]
+    common = [
+        {k: v for k, v in flags.items() if not k.startswith("speculative")}
+        for flags in servers.started
+    ]
+    assert all(
+        flags == {"max-running-requests": 3, "cuda-graph-max-bs-decode": 3, "random-seed": 0}
+        for flags in common
+    )
     rows = measured.arms["3-1-4", 1].rows
     assert [row.id for row in rows[:8]] == list("01233210")
     assert sorted(measured.arms["3-1-4", 1].walls) == [0, 1, 2, 3]
@@ -101,13 +144,16 @@ def test_the_cache_is_flushed_before_every_run_and_the_warm_up_not_counted(matri
     assert len(measured.arms[None, 1].rows) == 4 * 4
 
 
-@pytest.mark.parametrize("wrong, message", [
-    ("limit", "max_running_requests 1"),
-    ("ignores", "speculative_algorithm None, but 'EAGLE3' was asked for"),
-    ("silent", "no spec_verify_ct"),
-    ("busy", "does not flush its cache"),
-    ("short", "all 4 requests failed.*completion_tokens 11"),
-])
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ("limit", "max_running_requests 1"),
+        ("ignores", "speculative_algorithm None, but 'EAGLE3' was asked for"),
+        ("silent", "no spec_verify_ct"),
+        ("busy", "does not flush its cache"),
+        ("short", "all 4 requests failed.*completion_tokens 11"),
+    ],
+)
 def test_a_wrong_server_is_refused(wrong, message, learnt, tiny_model, prompts):
     """catalogue F04 (limit), E01 (ignores, silent), F05 (busy)"""
     with pytest.raises(Refusal, match=message):
@@ -134,12 +180,21 @@ def test_failed_requests_are_rows_and_are_counted(learnt, tiny_model, prompts):
 
 def test_a_baseline_that_speculates_is_refused(learnt, tiny_model, prompts):
     with pytest.raises(Refusal, match="baseline server reports speculative_algorithm"):
-        sglang_bench.measure(Servers(tiny_model).serve, prompts, small_plan(learnt), {
-            "speculative-algorithm": "EAGLE3", "speculative-draft-model-path": str(learnt.folder),
-            "speculative-num-steps": 3})
+        sglang_bench.measure(
+            Servers(tiny_model).serve,
+            prompts,
+            small_plan(learnt),
+            {
+                "speculative-algorithm": "EAGLE3",
+                "speculative-draft-model-path": str(learnt.folder),
+                "speculative-num-steps": 3,
+            },
+        )
 
 
-def test_too_few_prompts_and_a_missing_drafter_are_refused_before_a_server_starts(learnt, tiny_model, prompts, tmp_path):
+def test_too_few_prompts_and_a_missing_drafter_are_refused_before_a_server_starts(
+    learnt, tiny_model, prompts, tmp_path
+):
     """catalogue E18"""
     servers = Servers(tiny_model)
     with pytest.raises(Refusal, match="goes to 8, but there are 4"):
@@ -159,5 +214,13 @@ def test_a_server_that_is_gone_is_a_refusal_and_its_requests_are_errors():
 
 def test_aborted_answers_are_errors():
     with pytest.raises(ValueError, match="aborted: too long"):
-        read_answer(Served("a", "1"), {"output_ids": [], "meta_info": {
-            "completion_tokens": 0, "finish_reason": {"type": "abort", "message": "too long"}}})
+        read_answer(
+            Served("a", "1"),
+            {
+                "output_ids": [],
+                "meta_info": {
+                    "completion_tokens": 0,
+                    "finish_reason": {"type": "abort", "message": "too long"},
+                },
+            },
+        )

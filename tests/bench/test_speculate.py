@@ -23,7 +23,9 @@ def test_output_equals_plain_decoding_token_for_token(which, steps, tiny_target,
 
 def test_a_drafter_that_knows_the_answers_comes_near_the_maximum(tiny_target, learnt):
     decoder = tiny_drafter.decoder(tiny_target, learnt.drafter)
-    counts = [n for prompt in learnt.prompts for n in decoder.speculative(prompt, 12, 3).accepted[:-1]]  # the last one is cut
+    counts = [
+        n for prompt in learnt.prompts for n in decoder.speculative(prompt, 12, 3).accepted[:-1]
+    ]  # the last one is cut
     assert 1 + sum(counts) / len(counts) > 2.8
 
 
@@ -47,7 +49,9 @@ def test_a_stop_token_inside_a_cycle_ends_the_answer(tiny_target, learnt):
 
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_answers_of_one_and_two_tokens(tokens, tiny_target, learnt):
-    made = tiny_drafter.decoder(tiny_target, learnt.drafter).speculative(learnt.prompts[0], tokens, 3)
+    made = tiny_drafter.decoder(tiny_target, learnt.drafter).speculative(
+        learnt.prompts[0], tokens, 3
+    )
     assert made.ids == learnt.answers[0][:tokens] and len(made.accepted) == tokens - 1
 
 
@@ -62,6 +66,8 @@ def test_cached_attention_equals_attention_over_everything():
     found = attend(q[3:], k[3:], v[3:])
     for row, t in enumerate(range(3, 7)):
         for head in range(4):
-            scores = torch.stack([q[t, head] @ k[s, head // 2] / 8**0.5 for s in range(t + 1)]).softmax(0)
+            scores = torch.stack(
+                [q[t, head] @ k[s, head // 2] / 8**0.5 for s in range(t + 1)]
+            ).softmax(0)
             expected = sum(weight * v[s, head // 2] for s, weight in enumerate(scores))
             assert torch.allclose(found[row, head], expected, atol=1e-5)

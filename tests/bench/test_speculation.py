@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 def copy_with(learnt, tmp_path, change=None, **config):
     folder = tmp_path / "drafter"
     shutil.copytree(learnt.folder, folder)
-    (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | config))
+    (folder / "config.json").write_text(
+        json.dumps(json.loads((folder / "config.json").read_text()) | config)
+    )
     if change:
         tensors = load_file(folder / "model.safetensors")
         change(tensors)
@@ -23,8 +25,12 @@ def copy_with(learnt, tmp_path, change=None, **config):
 def test_flags_follow_from_the_drafter(learnt):
     """catalogue E01: the algorithm is derived, never typed."""
     assert speculation.flags(learnt.folder, 3, 1, 4) == {
-        "speculative-algorithm": "EAGLE3", "speculative-draft-model-path": str(learnt.folder.resolve()),
-        "speculative-num-steps": 3, "speculative-eagle-topk": 1, "speculative-num-draft-tokens": 4}
+        "speculative-algorithm": "EAGLE3",
+        "speculative-draft-model-path": str(learnt.folder.resolve()),
+        "speculative-num-steps": 3,
+        "speculative-eagle-topk": 1,
+        "speculative-num-draft-tokens": 4,
+    }
 
 
 def test_no_drafter_is_refused_before_a_server_starts(tmp_path):
@@ -35,7 +41,9 @@ def test_no_drafter_is_refused_before_a_server_starts(tmp_path):
 
 def test_another_architecture_is_refused(learnt, tmp_path):
     with pytest.raises(Refusal, match="LlamaForCausalLMEagle,"):
-        speculation.algorithm_of(copy_with(learnt, tmp_path, architectures=["LlamaForCausalLMEagle"]))
+        speculation.algorithm_of(
+            copy_with(learnt, tmp_path, architectures=["LlamaForCausalLMEagle"])
+        )
 
 
 def test_a_drafter_that_does_not_read_three_states_is_refused(learnt, tmp_path):
@@ -51,9 +59,17 @@ def test_a_chain_whose_tokens_sglang_would_change_is_refused(learnt):
         speculation.flags(learnt.folder, 3, 1, 8)
 
 
-INFO = {"version": "0.5.14", "dtype": "bfloat16", "max_running_requests": 64, "random_seed": 0,
-        "cuda_graph_config": {"decode": {"max_bs": 64}}, "speculative_algorithm": None,
-        "internal_states": [{"effective_max_running_requests_per_dp": 64, "memory_usage": {"token_capacity": 300000}}]}
+INFO = {
+    "version": "0.5.14",
+    "dtype": "bfloat16",
+    "max_running_requests": 64,
+    "random_seed": 0,
+    "cuda_graph_config": {"decode": {"max_bs": 64}},
+    "speculative_algorithm": None,
+    "internal_states": [
+        {"effective_max_running_requests_per_dp": 64, "memory_usage": {"token_capacity": 300000}}
+    ],
+}
 
 
 def test_settings_are_found_where_versions_keep_them():
@@ -62,9 +78,15 @@ def test_settings_are_found_where_versions_keep_them():
     assert speculation.read_back({"cuda_graph_max_bs": 8})["cuda_graph_max_bs"] == 8
 
 
-@pytest.mark.parametrize("change", [
-    {"max_running_requests": 48}, {"dtype": "float16"}, {"cuda_graph_config": {"decode": {"max_bs": 8}}},
-    {"internal_states": [{"effective_max_running_requests_per_dp": 48}]}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_running_requests": 48},
+        {"dtype": "float16"},
+        {"cuda_graph_config": {"decode": {"max_bs": 8}}},
+        {"internal_states": [{"effective_max_running_requests_per_dp": 48}]},
+    ],
+)
 def test_arms_with_other_settings_are_refused_with_both_values(change):
     """catalogue F04: speculation silently limits the requests at once to 48."""
     same, other = speculation.read_back(INFO), speculation.read_back({**INFO, **change})

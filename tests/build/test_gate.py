@@ -9,7 +9,9 @@ from dvc.exceptions import DvcException
 from eagle3.build import gate, remote
 
 
-@pytest.mark.parametrize("text, kept", [("", False), ('{"read": {"/x": [', False), ('{"read": {}, "write": {}}', True)])
+@pytest.mark.parametrize(
+    "text, kept", [("", False), ('{"read": {"/x": [', False), ('{"read": {}, "write": {}}', True)]
+)
 def test_a_list_of_path_locks_that_a_kill_cut_off_is_removed(in_tmp, text, kept):
     Path(".dvc/tmp").mkdir(parents=True)
     path = Path(".dvc/tmp/rwlock")
@@ -53,5 +55,8 @@ def test_a_full_disk_is_said_in_one_sentence():
         except OSError as error:
             raise DvcException("failed to save") from error
     [line] = gate.explained("train", list(remote.causes(raised.value)))
-    assert line.startswith("error: no space left while train was recorded (") and "run the same command again" in line
+    assert (
+        line.startswith("error: no space left while train was recorded (")
+        and "run the same command again" in line
+    )
     assert gate.explained("train", [DvcException("a"), ValueError("b")]) == ["error: a", "error: b"]

@@ -22,7 +22,9 @@ STAGES = DEFINITIONS["stages"]
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory) -> dict[str, dict]:
     """Every job of `snakemake all` on a tiny project, by DVC's stage name: input, output, shell, as Snakemake has them."""
-    folder = tiny.make_project(tmp_path_factory.mktemp("parity") / "p", {"a.b": (3, "generate"), "c": (3, "on_policy")})
+    folder = tiny.make_project(
+        tmp_path_factory.mktemp("parity") / "p", {"a.b": (3, "generate"), "c": (3, "on_policy")}
+    )
     script = folder / "jobs.smk"
     script.write_text("""
 include: "Snakefile"
@@ -42,7 +44,11 @@ open("jobs.json", "w").write(json.dumps(found))
 """)
     tiny.run(folder, "snakemake", "-s", "jobs.smk", "-d", str(folder), "-n", "-q", "all")
     found = json.loads((folder / "jobs.json").read_text())
-    return {f"{job['rule']}@{job['dataset']}" if job["dataset"] else job["rule"]: job for job in found if job["output"]}
+    return {
+        f"{job['rule']}@{job['dataset']}" if job["dataset"] else job["rule"]: job
+        for job in found
+        if job["output"]
+    }
 
 
 def definition(stage: str) -> dict:
@@ -68,19 +74,32 @@ def test_shell_log_and_script_share_the_name(jobs):
 def test_the_same_code_files(jobs):
     for stage, job in jobs.items():
         declared = [dep for dep in definition(stage)["deps"] if dep.startswith("workflow/")]
-        tracked = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", *declared], cwd=ROOT, text=True, check=True,
-                                 capture_output=True).stdout.split()
-        assert sorted(job["input"]["code"]) == sorted(file for file in tracked if (ROOT / file).exists()), stage
+        tracked = subprocess.run(
+            ["git", "ls-files", "-co", "--exclude-standard", *declared],
+            cwd=ROOT,
+            text=True,
+            check=True,
+            capture_output=True,
+        ).stdout.split()
+        assert sorted(job["input"]["code"]) == sorted(
+            file for file in tracked if (ROOT / file).exists()
+        ), stage
 
 
 def test_every_snakemake_input_lies_in_a_dvc_dependency_and_the_other_way_round(jobs):
     for stage, job in jobs.items():
         deps = [d for d in definition(stage)["deps"] if not d.startswith("workflow/")]
-        files = [f for name, names in job["input"].items() if name not in ("code", "key") for f in names]
+        files = [
+            f for name, names in job["input"].items() if name not in ("code", "key") for f in names
+        ]
         for file in files:
-            assert any(covers(dep, file) for dep in deps), f"{stage}: dvc.yaml has no dependency for {file}"
+            assert any(covers(dep, file) for dep in deps), (
+                f"{stage}: dvc.yaml has no dependency for {file}"
+            )
         for dep in deps:
-            assert any(covers(dep, file) for file in files), f"{stage}: the rule has no input in {dep}"
+            assert any(covers(dep, file) for file in files), (
+                f"{stage}: the rule has no input in {dep}"
+            )
 
 
 def test_every_snakemake_output_lies_in_a_dvc_output_and_the_other_way_round(jobs):
@@ -89,9 +108,13 @@ def test_every_snakemake_output_lies_in_a_dvc_output_and_the_other_way_round(job
         outs = [out if isinstance(out, str) else next(iter(out)) for out in outs]
         files = [f for names in job["output"].values() for f in names]
         for file in files:
-            assert any(covers(out, file) for out in outs), f"{stage}: dvc.yaml has no output for {file}"
+            assert any(covers(out, file) for out in outs), (
+                f"{stage}: dvc.yaml has no output for {file}"
+            )
         for out in outs:
-            assert any(covers(out, file) for file in files), f"{stage}: the rule has no output in {out}"
+            assert any(covers(out, file) for file in files), (
+                f"{stage}: the rule has no output in {out}"
+            )
 
 
 def test_key_file_is_the_stages_own(jobs):
@@ -119,7 +142,9 @@ def imported(file: Path, tree: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{file}: a relative import is not seen here"
             names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    files = {f"workflow/{name.replace('.', '/')}.py" for name in names if name.startswith("eagle3.")}
+    files = {
+        f"workflow/{name.replace('.', '/')}.py" for name in names if name.startswith("eagle3.")
+    }
     return {file for file in files if (tree / file).exists()}
 
 
@@ -138,16 +163,26 @@ def test_what_a_script_imports_lies_in_the_folders_of_its_stage(stage):
     folders = [dep for dep in definition(stage)["deps"] if dep.startswith("workflow/eagle3/")]
     files = reached(stage)
     outside = [file for file in files if not any(covers(folder, file) for folder in folders)]
-    assert not outside, f"dvc.yaml, stage {stage}: an edit of {outside} would go unseen; add their folders"
+    assert not outside, (
+        f"dvc.yaml, stage {stage}: an edit of {outside} would go unseen; add their folders"
+    )
     unused = [folder for folder in folders if not any(covers(folder, file) for file in files)]
     assert not unused, f"dvc.yaml, stage {stage}: no import reaches {unused}; remove them"
 
 
-@pytest.mark.parametrize("statement", [
-    "import eagle3.core.new_helper\n", "from eagle3.core import new_helper\n", "from eagle3.core.new_helper import x\n",
-    "def f():\n    from eagle3.core import new_helper as n\n"])
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import eagle3.core.new_helper\n",
+        "from eagle3.core import new_helper\n",
+        "from eagle3.core.new_helper import x\n",
+        "def f():\n    from eagle3.core import new_helper as n\n",
+    ],
+)
 def test_an_import_is_seen_however_it_is_written(tmp_path, statement):
-    shutil.copytree(ROOT / "workflow", tmp_path / "workflow", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "workflow", tmp_path / "workflow", ignore=shutil.ignore_patterns("__pycache__")
+    )
     with open(tmp_path / "workflow/scripts/tokenize.py", "a") as file:
         file.write(statement)
     (tmp_path / "workflow/eagle3/core/new_helper.py").write_text("from eagle3.bench import page\n")
@@ -157,16 +192,26 @@ def test_an_import_is_seen_however_it_is_written(tmp_path, statement):
 
 
 def test_bytecode_and_backups_are_no_code(tmp_path):
-    shutil.copytree(ROOT / "workflow", tmp_path / "workflow", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "workflow", tmp_path / "workflow", ignore=shutil.ignore_patterns("__pycache__")
+    )
     shutil.copy(ROOT / ".dvcignore", tmp_path)
     before = code.code_files("train", DEFINITIONS, tmp_path)
     room = tmp_path / "workflow/eagle3/core"
     (room / "__pycache__").mkdir()
-    for name in ("__pycache__/files.cpython-311.pyc", ".files.py.swp", "files.py~", "#files.py#", "files.py.orig"):
+    for name in (
+        "__pycache__/files.cpython-311.pyc",
+        ".files.py.swp",
+        "files.py~",
+        "#files.py#",
+        "files.py.orig",
+    ):
         (room / name).write_text("x")
     assert code.code_files("train", DEFINITIONS, tmp_path) == before
     (room / "template.html").write_text("x")
-    assert set(code.code_files("train", DEFINITIONS, tmp_path)) - set(before) == {"workflow/eagle3/core/template.html"}
+    assert set(code.code_files("train", DEFINITIONS, tmp_path)) - set(before) == {
+        "workflow/eagle3/core/template.html"
+    }
 
 
 def test_every_declared_parameter_exists_in_the_schema():
@@ -175,4 +220,3 @@ def test_every_declared_parameter_exists_in_the_schema():
     for stage in keys.stage_names(DEFINITIONS, sorted(content["datasets"])):
         for key in parameters.stage_slices(stage, DEFINITIONS, content):
             assert parameters.lookup(content, key) is not None, f"{stage}: params.yaml has no {key}"
-

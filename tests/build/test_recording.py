@@ -10,19 +10,59 @@ import pytest
 from eagle3.build import recording
 from eagle3.build.recording import replacing_yaml
 
-CONTENT = {"schema": "2.0", "stages": {
-    "prepare@a.b": {
-        "cmd": "python workflow/scripts/prepare.py a.b --target data/target --out data/prompts/a.b.parquet --more and more",
-        "deps": [{"path": "data/target", "hash": "md5", "md5": "0e1" + "2" * 29 + ".dir", "size": 12, "nfiles": 3},
-                 {"path": "workflow/x.py", "hash": "md5", "md5": "1" * 32, "size": 0}],
-        "params": {"params.yaml": OrderedDict({
-            "lr": 1e-05, "share": 0.0005, "big": 1e22, "whole": 1.0, "count": 7, "yes": True, "none": None, "text": "on",
-            "number": "1e-4", "date": "2025-01-01", "digits": "012", "empty": "", "umlaut": "Größe 模型",
-            "list": [1, 2.5, "x"],
-            "nothing": [], "no": {}, "colon": "a: b", "lines": "one\ntwo\n", "spaces": "  x ", "quote": "it's",
-            "long": "word " * 40, "hash": "a #b", "star": "*a", "tilde": "~", "tab": "a\tb"})},
-        "outs": [{"path": "data/prompts/a.b.parquet", "hash": "md5", "md5": "3" * 32, "size": 5}]},
-    "train": {"cmd": "x"}}}
+CONTENT = {
+    "schema": "2.0",
+    "stages": {
+        "prepare@a.b": {
+            "cmd": "python workflow/scripts/prepare.py a.b --target data/target --out data/prompts/a.b.parquet --more and more",
+            "deps": [
+                {
+                    "path": "data/target",
+                    "hash": "md5",
+                    "md5": "0e1" + "2" * 29 + ".dir",
+                    "size": 12,
+                    "nfiles": 3,
+                },
+                {"path": "workflow/x.py", "hash": "md5", "md5": "1" * 32, "size": 0},
+            ],
+            "params": {
+                "params.yaml": OrderedDict(
+                    {
+                        "lr": 1e-05,
+                        "share": 0.0005,
+                        "big": 1e22,
+                        "whole": 1.0,
+                        "count": 7,
+                        "yes": True,
+                        "none": None,
+                        "text": "on",
+                        "number": "1e-4",
+                        "date": "2025-01-01",
+                        "digits": "012",
+                        "empty": "",
+                        "umlaut": "Größe 模型",
+                        "list": [1, 2.5, "x"],
+                        "nothing": [],
+                        "no": {},
+                        "colon": "a: b",
+                        "lines": "one\ntwo\n",
+                        "spaces": "  x ",
+                        "quote": "it's",
+                        "long": "word " * 40,
+                        "hash": "a #b",
+                        "star": "*a",
+                        "tilde": "~",
+                        "tab": "a\tb",
+                    }
+                )
+            },
+            "outs": [
+                {"path": "data/prompts/a.b.parquet", "hash": "md5", "md5": "3" * 32, "size": 5}
+            ],
+        },
+        "train": {"cmd": "x"},
+    },
+}
 
 
 def test_the_lock_file_is_written_as_dvc_writes_it(tmp_path):
@@ -35,8 +75,11 @@ def test_the_lock_file_is_written_as_dvc_writes_it(tmp_path):
     with replacing_yaml(str(tmp_path / "gate")) as content:
         content.update(CONTENT)
     assert (tmp_path / "gate").read_text() == (tmp_path / "dvc").read_text()
-    for name, stage in (("train", {"cmd": "y " * 80}), ("bench", {"cmd": "z", "params": {"params.yaml": {"a": 1e-05}}}),
-                        ("prepare@a.b", {"cmd": "short"})):
+    for name, stage in (
+        ("train", {"cmd": "y " * 80}),
+        ("bench", {"cmd": "z", "params": {"params.yaml": {"a": 1e-05}}}),
+        ("prepare@a.b", {"cmd": "short"}),
+    ):
         for file, writer in (("gate", replacing_yaml), ("dvc", modify_yaml)):
             with writer(str(tmp_path / file)) as content:
                 content["stages"].update({name: stage})
@@ -48,7 +91,9 @@ def test_a_line_that_was_cut_off_is_not_carried_on(tmp_path):
     path.write_text("schema: '2.0'\nstages:\n  target:\n    cmd: a\n    deps: x")
     with replacing_yaml(str(path)) as content:
         content["stages"]["train"] = {"cmd": "b"}
-    assert path.read_text() == "schema: '2.0'\nstages:\n  target:\n    cmd: a\n  train:\n    cmd: b\n"
+    assert (
+        path.read_text() == "schema: '2.0'\nstages:\n  target:\n    cmd: a\n  train:\n    cmd: b\n"
+    )
 
 
 def test_a_failure_leaves_the_lock_file_as_it_was(tmp_path):
@@ -65,7 +110,8 @@ def test_an_input_edited_after_the_stages_last_look_at_it_fails_the_stage(in_tmp
     """DVC alone records the edited input beside the result of the one before."""
     Path("input").write_text("before")
     Path("dvc.yaml").write_text(
-        "stages:\n  made:\n    cmd: cat input > output && echo after > input\n    deps: [input]\n    outs: [output]\n")
+        "stages:\n  made:\n    cmd: cat input > output && echo after > input\n    deps: [input]\n    outs: [output]\n"
+    )
     subprocess.run([sys.executable, "-m", "dvc", "init", "-q", "--no-scm"], check=True)
     gated = [sys.executable, "-m", "eagle3.build.gate", "made"]
     environment = {**os.environ, "PYTHONPATH": str(Path(recording.__file__).parents[2])}

@@ -28,13 +28,25 @@ def test_clean_means_clean_with_everything_upstream():
 
 
 def test_reasons_are_one_line():
-    status = [{"changed deps": {"file": "modified", "params.yaml": {"train.lr": "modified"}}}, "changed command"]
-    assert sync.describe(status) == "changed deps: file modified, params.yaml train.lr; changed command"
+    status = [
+        {"changed deps": {"file": "modified", "params.yaml": {"train.lr": "modified"}}},
+        "changed command",
+    ]
+    assert (
+        sync.describe(status)
+        == "changed deps: file modified, params.yaml train.lr; changed command"
+    )
 
 
 def test_one_output_per_job_is_named():
-    rules = [SimpleNamespace(name="tokenize", output=[r"data/records/{dataset,one|a\.b}.parquet", "more"]),
-             SimpleNamespace(name="train", output=["data/drafter/model.safetensors"]),
-             SimpleNamespace(name="all", output=[])]
+    rules = [
+        SimpleNamespace(
+            name="tokenize", output=[r"data/records/{dataset,one|a\.b}.parquet", "more"]
+        ),
+        SimpleNamespace(name="train", output=["data/drafter/model.safetensors"]),
+        SimpleNamespace(name="all", output=[]),
+    ]
     assert sync.first_outputs(rules, ["tokenize@a.b", "train", "old"]) == [
-        "data/records/a.b.parquet", "data/drafter/model.safetensors"]
+        "data/records/a.b.parquet",
+        "data/drafter/model.safetensors",
+    ]

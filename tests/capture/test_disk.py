@@ -16,8 +16,12 @@ SIZE = 3_000_000
 
 def occupied(folder: Path) -> int:
     """Bytes of all files under a folder, each inode once."""
-    seen = {(s.st_dev, s.st_ino): s.st_blocks * 512 for p in folder.rglob("*") if not p.is_symlink() and p.is_file()
-            for s in [p.stat()]}
+    seen = {
+        (s.st_dev, s.st_ino): s.st_blocks * 512
+        for p in folder.rglob("*")
+        if not p.is_symlink() and p.is_file()
+        for s in [p.stat()]
+    }
     return sum(seen.values())
 
 
@@ -29,7 +33,8 @@ def test_prediction_is_what_dvc_does(in_tmp, types):
     predicted, kind = disk.needs(SIZE, Path("."))
     assert kind in types.split(",")
     (in_tmp / "dvc.yaml").write_text(
-        f"stages:\n  a:\n    cmd: mkdir out && head -c {SIZE} /dev/urandom > out/x\n    outs: [out]\n")
+        f"stages:\n  a:\n    cmd: mkdir out && head -c {SIZE} /dev/urandom > out/x\n    outs: [out]\n"
+    )
     before = occupied(in_tmp)
     tiny.run(in_tmp, "dvc", "repro", "-q")
     assert abs(occupied(in_tmp) - before - predicted[Path(".")]) < 200_000
@@ -52,7 +57,9 @@ def test_refusal_has_the_numbers(in_tmp):
     """What is needed, kept and free, and how many tokens would fit."""
     free = shutil.disk_usage(".").free
     with pytest.raises(Refusal) as refusal:
-        disk.refuse_if_too_small(Path("w"), 10 * free, 0, 1_000_000, ", set hidden_states.dtype to float8_e4m3fn")
+        disk.refuse_if_too_small(
+            Path("w"), 10 * free, 0, 1_000_000, ", set hidden_states.dtype to float8_e4m3fn"
+        )
     text = str(refusal.value)
     fits = int(text.split(" of 1,000,000 tokens")[0].rpartition(" ")[2].replace(",", ""))
     assert abs(fits - 100_000) < 2000 and f"{10 * free:,} bytes" in text and "float8_e4m3fn" in text
@@ -62,7 +69,9 @@ def test_refusal_has_the_numbers(in_tmp):
 def test_only_corrupt_objects_leave_the_cache(in_tmp):
     """An object whose content is its name's stays, whatever calls it damaged; files outside the cache are no concern."""
     tiny.run(in_tmp, "dvc", "init", "--no-scm", "-q")
-    (in_tmp / "dvc.yaml").write_text("stages:\n  a:\n    cmd: mkdir out && echo hello > out/x\n    outs: [out]\n")
+    (in_tmp / "dvc.yaml").write_text(
+        "stages:\n  a:\n    cmd: mkdir out && echo hello > out/x\n    outs: [out]\n"
+    )
     tiny.run(in_tmp, "dvc", "repro", "-q")
     shutil.rmtree("out")
     found = cached_file("a", "out", "x")

@@ -56,20 +56,40 @@ class Counting(TransformersCapture):
         self.replicas = [Replica(model, layers, H)]
 
     def run(self, jobs, done):
-        super().run((self.rows.append((job.writer.key, job.record.id)) or job for job in jobs), done)
+        super().run(
+            (self.rows.append((job.writer.key, job.record.id)) or job for job in jobs), done
+        )
 
     @property
     def extracted(self) -> list[str]:
         return [identifier for key, identifier in self.rows if key not in ("together", "alone")]
 
 
-def extract(target, model, file: Path, out: Path, dtype="float32", layers=LAYERS, earlier: Path | None = None, said=None,
-            greedy=False, rate=0.0, capture=None) -> Counting:
+def extract(
+    target,
+    model,
+    file: Path,
+    out: Path,
+    dtype="float32",
+    layers=LAYERS,
+    earlier: Path | None = None,
+    said=None,
+    greedy=False,
+    rate=0.0,
+    capture=None,
+) -> Counting:
     """Runs an extraction from beginning to end; returns the capture that it used, if it used one."""
     params = SimpleNamespace(dtype=dtype, shard_bytes=20000, max_quarantine_rate=rate)
     identity = {"target_digest": target.digest, "hidden_size": H, "layers": layers, "dtype": dtype}
-    one = Extraction(file, Path(".work/extract/one"), H, identity, params, SimpleNamespace(reserve_bytes=0),
-                     (said if said is not None else []).append)
+    one = Extraction(
+        file,
+        Path(".work/extract/one"),
+        H,
+        identity,
+        params,
+        SimpleNamespace(reserve_bytes=0),
+        (said if said is not None else []).append,
+    )
     one.reuse({p.name: p for p in earlier.iterdir()} if earlier and earlier.exists() else {})
     one.refuse_if_disk_too_small()
     capture = capture or Counting(model, layers)
@@ -85,20 +105,33 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_everything_is_there_once(in_tmp, target, model):
     """Manifest, sizes as planned, states of the reference, self-checks on record; nothing left in the work folder."""
     file, out = make_records(in_tmp / "r.parquet", 20), in_tmp / "out"
-    planned = Extraction(file, Path(".work/plan"), H, {"target_digest": target.digest, "hidden_size": H, "layers": LAYERS,
-                                                       "dtype": "float32"},
-                         SimpleNamespace(dtype="float32", shard_bytes=20000), None, print).plan
+    planned = Extraction(
+        file,
+        Path(".work/plan"),
+        H,
+        {"target_digest": target.digest, "hidden_size": H, "layers": LAYERS, "dtype": "float32"},
+        SimpleNamespace(dtype="float32", shard_bytes=20000),
+        None,
+        print,
+    ).plan
     capture = extract(target, model, file, out)
     manifest = shards.read_manifest(out)
     assert [e["bytes"] for e in manifest["shards"]] == [p.size for p in planned]
-    assert [(out / e["file"]).stat().st_size for e in manifest["shards"]] == [p.size for p in planned]
+    assert [(out / e["file"]).stat().st_size for e in manifest["shards"]] == [
+        p.size for p in planned
+    ]
     assert len(planned) > 2 and sorted(capture.extracted) == sorted(f"r{n}" for n in range(20))
-    assert manifest["checks"]["records"] == 3 and manifest["checks"]["difference_alone_and_batched"] < 0.001
+    assert (
+        manifest["checks"]["records"] == 3
+        and manifest["checks"]["difference_alone_and_batched"] < 0.001
+    )
     assert not (in_tmp / ".work/extract/one/shards").exists()
     row = shards.ShardSet([out], "train", {})[3]
     with torch.no_grad():
         states = model(row["input_ids"].long()[None], output_hidden_states=True).hidden_states
-    torch.testing.assert_close(row["aux"], torch.cat([states[i][0] for i in LAYERS], -1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        row["aux"], torch.cat([states[i][0] for i in LAYERS], -1), rtol=1e-5, atol=1e-5
+    )
     torch.testing.assert_close(row["last"], states[-1][0], rtol=1e-5, atol=1e-5)
 
 
@@ -107,13 +140,21 @@ def test_nothing_is_extracted_again(in_tmp, target, model):
     out = in_tmp / "out"
     extract(target, model, make_records(in_tmp / "r.parquet", 12), out)
     before = contents(out)
-    assert not extract(target, model, in_tmp / "r.parquet", out, earlier=out, capture=Counting(model)).rows
+    assert not extract(
+        target, model, in_tmp / "r.parquet", out, earlier=out, capture=Counting(model)
+    ).rows
     assert contents(out) == before and shards.read_manifest(out)["checks"]["records"] == 3
-    again = extract(target, model, make_records(in_tmp / "r.parquet", 30), out, earlier=out).extracted
+    again = extract(
+        target, model, make_records(in_tmp / "r.parquet", 30), out, earlier=out
+    ).extracted
     kept = {name for name in contents(out) if name in before and name.endswith("safetensors")}
     entries = {e["file"]: set(e["ids"]) for e in shards.read_manifest(out)["shards"]}
-    assert len(kept) >= len(before) - 2  # all but the manifest and the last shard, if that has more records now
-    assert set(again) == {f"r{n}" for n in range(30)} - set().union(*(entries[name] for name in kept))
+    assert (
+        len(kept) >= len(before) - 2
+    )  # all but the manifest and the last shard, if that has more records now
+    assert set(again) == {f"r{n}" for n in range(30)} - set().union(
+        *(entries[name] for name in kept)
+    )
 
 
 @pytest.mark.parametrize("change", [{"dtype": "bfloat16"}, {"layers": [1, 4, 5]}])
@@ -131,7 +172,10 @@ def test_only_the_damaged_shard_is_extracted_again(in_tmp, target, model):
     file, out, said = make_records(in_tmp / "r.parquet", 20), in_tmp / "out", []
     extract(target, model, file, out)
     before, entries = contents(out), shards.read_manifest(out)["shards"]
-    states = {row["id"]: (row["aux"].clone(), row["last"].clone()) for row in shards.ShardSet([out], "train", {})}
+    states = {
+        row["id"]: (row["aux"].clone(), row["last"].clone())
+        for row in shards.ShardSet([out], "train", {})
+    }
     os.truncate(out / entries[0]["file"], 1000)
     flipped = bytearray(before[entries[2]["file"]])
     flipped[5000] ^= 1
@@ -139,9 +183,15 @@ def test_only_the_damaged_shard_is_extracted_again(in_tmp, target, model):
     capture = extract(target, model, file, out, earlier=out, said=said)
     assert set(capture.extracted) == {*entries[0]["ids"], *entries[2]["ids"]}
     after, made_again = contents(out), {entries[0]["file"], entries[2]["file"], "manifest.json"}
-    assert after.keys() == before.keys() and all(after[name] == before[name] for name in before.keys() - made_again)
-    for row in shards.ShardSet([out], "train", {}):  # in other company the last bits of a record may differ
-        torch.testing.assert_close((row["aux"], row["last"]), states[row["id"]], rtol=1e-5, atol=1e-5)
+    assert after.keys() == before.keys() and all(
+        after[name] == before[name] for name in before.keys() - made_again
+    )
+    for row in shards.ShardSet(
+        [out], "train", {}
+    ):  # in other company the last bits of a record may differ
+        torch.testing.assert_close(
+            (row["aux"], row["last"]), states[row["id"]], rtol=1e-5, atol=1e-5
+        )
     for entry in (entries[0], entries[2]):
         assert any(f"{entry['file']} of the earlier states is damaged" in line for line in said)
 
@@ -173,7 +223,9 @@ def test_killed_at_any_moment_it_continues(in_tmp, target, model):
 
     def start(slow):
         code = DRIVER.format(paths=paths, target=str(target.folder), slow=slow)
-        return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=in_tmp, text=True)
+        return subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=in_tmp, text=True
+        )
 
     process = start(True)
     while len(list(work.glob("*.json"))) < 3:
@@ -198,13 +250,24 @@ def test_killed_at_any_moment_it_continues(in_tmp, target, model):
 def test_too_little_disk_is_said_before_the_first_write(in_tmp, target):
     """With the numbers, and what would fit."""
     file = make_records(in_tmp / "r.parquet", 8)
-    one = Extraction(file, in_tmp / "w", H, {}, SimpleNamespace(dtype="bfloat16", shard_bytes=20000),
-                     SimpleNamespace(reserve_bytes=2**60), print)
+    one = Extraction(
+        file,
+        in_tmp / "w",
+        H,
+        {},
+        SimpleNamespace(dtype="bfloat16", shard_bytes=20000),
+        SimpleNamespace(reserve_bytes=2**60),
+        print,
+    )
     with pytest.raises(Refusal) as refusal:
         one.refuse_if_disk_too_small()
     needed = sum(p.size for p in one.plan)
     assert f"need {needed:,} bytes" in str(refusal.value) and "GiB are free" in str(refusal.value)
-    assert "0 of" in str(refusal.value) and "float8_e4m3fn" in str(refusal.value) and "max_samples" in str(refusal.value)
+    assert (
+        "0 of" in str(refusal.value)
+        and "float8_e4m3fn" in str(refusal.value)
+        and "max_samples" in str(refusal.value)
+    )
     assert not list((in_tmp / "w").rglob("*.part"))
 
 
@@ -252,7 +315,9 @@ def test_quarantine_has_a_limit(in_tmp, target, model):
     assert [row["id"] for row in manifest["quarantined"]] == ["r7"] and manifest["rows"] == 19
     assert "NaN or inf in first layer" in manifest["quarantined"][0]["reason"]
     assert "r7" not in {row["id"] for row in shards.ShardSet([out], "train", {})}
-    with pytest.raises(Refusal, match="2 of 20 records have no usable states.*max_quarantine_rate 0.05.*r3"):
+    with pytest.raises(
+        Refusal, match="2 of 20 records have no usable states.*max_quarantine_rate 0.05.*r3"
+    ):
         extract(target, model, make_records(in_tmp / "r.parquet", 20, bad=(3, 7)), out, rate=0.05)
 
 
@@ -262,7 +327,10 @@ class Mixed(Counting):
     def run(self, jobs, done):
         taken = list(jobs)
         others = taken[1:] + taken[:1]
-        swapped = [SimpleNamespace(writer=a.writer, row=a.row, record=b.record) for a, b in zip(taken, others)]
+        swapped = [
+            SimpleNamespace(writer=a.writer, row=a.row, record=b.record)
+            for a, b in zip(taken, others)
+        ]
         self.replicas[0].fill(swapped, lambda job: None)
         self.replicas[0].offload.drain()
         for job in taken:
@@ -280,16 +348,26 @@ class Missing(Counting):
 
 def same_length(path: Path) -> Path:
     chooser = random.Random(0)
-    made = [Record(f"r{n}", [chooser.randrange(3, 390) for _ in range(20)], [True] * 20, "train") for n in range(4)]
-    record_files.write(path, made, Counter(tokens=80, supervised=80),
-                       SimpleNamespace(min_supervised_share=0, max_supervised_share=1), greedy=False)
+    made = [
+        Record(f"r{n}", [chooser.randrange(3, 390) for _ in range(20)], [True] * 20, "train")
+        for n in range(4)
+    ]
+    record_files.write(
+        path,
+        made,
+        Counter(tokens=80, supervised=80),
+        SimpleNamespace(min_supervised_share=0, max_supervised_share=1),
+        greedy=False,
+    )
     return path
 
 
 def test_mixed_up_requests_are_noticed(in_tmp, target, model):
     """catalogue D01: before the first shard is kept."""
     with pytest.raises(Refusal, match="captured alone and in a batch differ"):
-        extract(target, model, same_length(in_tmp / "r.parquet"), in_tmp / "out", capture=Mixed(model))
+        extract(
+            target, model, same_length(in_tmp / "r.parquet"), in_tmp / "out", capture=Mixed(model)
+        )
     assert not (in_tmp / "out").exists()
 
 
@@ -304,14 +382,21 @@ def test_a_shift_is_told_from_the_rounding_of_another_batch():
     assert torch.cosine_similarity(states, shifted, dim=-1).min() > 0.999
     pair = {"aux": states, "last": states}
     assert 0.04 < module._agreement([(pair, {"aux": noisy, "last": noisy})]) < 0.08
-    with pytest.raises(Refusal, match="captured alone and in a batch differ.*largest difference: [12]"):
+    with pytest.raises(
+        Refusal, match="captured alone and in a batch differ.*largest difference: [12]"
+    ):
         module._agreement([(pair, {"aux": shifted, "last": shifted})])
 
 
 def test_missing_states_name_the_prefix_cache(in_tmp, target, model):
     """catalogue D02"""
-    with pytest.raises(Refusal, match="16 of 20 tokens have states, the first from token 4 on.*--disable-radix-cache"):
-        extract(target, model, same_length(in_tmp / "r.parquet"), in_tmp / "out", capture=Missing(model))
+    with pytest.raises(
+        Refusal,
+        match="16 of 20 tokens have states, the first from token 4 on.*--disable-radix-cache",
+    ):
+        extract(
+            target, model, same_length(in_tmp / "r.parquet"), in_tmp / "out", capture=Missing(model)
+        )
 
 
 def test_states_that_do_not_predict_the_answers_are_refused(in_tmp, target, model):
@@ -354,8 +439,12 @@ def test_a_command_that_drops_our_path_is_said_so(project, tmp_path):
     python.chmod(0o755)
     content = tiny.read_params(project)
     content["hidden_states"]["engine"] = "sglang"
-    content["server"] = {"python": str(python), "port": serving.free_port(), "max_restarts": 0,
-                         "command": ["env", "-i", sys.executable, "-c", "import eagle3"]}
+    content["server"] = {
+        "python": str(python),
+        "port": serving.free_port(),
+        "max_restarts": 0,
+        "command": ["env", "-i", sys.executable, "-c", "import eagle3"],
+    }
     tiny.write_params(project, content)
     done = tiny.run(project, "dvc", "repro", "extract@one", check=False)
     assert done.returncode and "its command drops the PYTHONPATH" in done.stdout

@@ -23,7 +23,9 @@ from eagle3.records.records import Record
 from eagle3.target import layers as layer_numbers
 from transformers import AutoModelForCausalLM
 
-pytestmark = pytest.mark.skipif("SGLANG" not in os.environ, reason="SGLANG names no launcher; see make test-sglang")
+pytestmark = pytest.mark.skipif(
+    "SGLANG" not in os.environ, reason="SGLANG names no launcher; see make test-sglang"
+)
 LAYERS, H = [2, 4, 5], 32
 
 
@@ -50,9 +52,13 @@ def server(tmp_path_factory):
     ids = layer_numbers.config_ids(LAYERS, layer_numbers.convention_of("LlamaForCausalLM"))
     root = folder / "root"
     root.mkdir()
-    flags = sglang_hooks.server_flags(engine_version(sglang_server.python()), LAYERS, ids, str(root))
+    flags = sglang_hooks.server_flags(
+        engine_version(sglang_server.python()), LAYERS, ids, str(root)
+    )
     # A budget of 64 tokens in one pass: longer prompts arrive in chunks.
-    with sglang_server.serving(model, {**flags, "chunked-prefill-size": 64, "context-length": 512}, folder / "log") as url:
+    with sglang_server.serving(
+        model, {**flags, "chunked-prefill-size": 64, "context-length": 512}, folder / "log"
+    ) as url:
         yield url, root, model
 
 
@@ -65,7 +71,9 @@ def test_states_equal_transformers(server):
     (root / "set").mkdir(exist_ok=True)
     writer = ShardWriter(root / "set", "k", rows, H, "float32")
     finished = []
-    SglangCapture([url], concurrency=16).run((Job(writer, row) for row in range(len(rows))), finished.append)
+    SglangCapture([url], concurrency=16).run(
+        (Job(writer, row) for row in range(len(rows))), finished.append
+    )
     assert len(finished) == len(rows) and not writer.problems
     for row, record in enumerate(rows):
         aux, last = reference(model, record.input_ids)
@@ -81,7 +89,9 @@ def test_a_refused_row_is_its_own_error(server):
     rows = records([20, 600, 21])
     (root / "long").mkdir(exist_ok=True)
     writer = ShardWriter(root / "long", "k", rows, H, "float32")
-    SglangCapture([url], concurrency=16, patience=5).run((Job(writer, row) for row in range(3)), lambda job: None)
+    SglangCapture([url], concurrency=16, patience=5).run(
+        (Job(writer, row) for row in range(3)), lambda job: None
+    )
     assert set(writer.problems) == {1} and "refuses the row: 400" in writer.problems[1]
     assert not writer.missing(0) and not writer.missing(2) and writer.missing(1)
     writer.discard()
@@ -104,18 +114,30 @@ def test_the_stage_through_a_lease(tmp_path):
     flags = {**sglang_server.FLAGS, "enable-hierarchical-cache": True, "hicache-size": 1}
     found = {}
     for engine in ("sglang", "transformers"):
-        project = extraction_project.make(tmp_path / engine, tiny.make_model(tmp_path / f"model-{engine}"))
+        project = extraction_project.make(
+            tmp_path / engine, tiny.make_model(tmp_path / f"model-{engine}")
+        )
         content = tiny.read_params(project)
         content["hidden_states"] = {"dtype": "bfloat16", "engine": engine, "shard_bytes": 65536}
-        content["server"] = {"python": sglang_server.python(), "flags": flags, "idle_timeout": 0,
-                             "environment": sglang_server.ENVIRONMENT, "port": sglang_server.free_port()}
+        content["server"] = {
+            "python": sglang_server.python(),
+            "flags": flags,
+            "idle_timeout": 0,
+            "environment": sglang_server.ENVIRONMENT,
+            "port": sglang_server.free_port(),
+        }
         tiny.write_params(project, content)
         tiny.run(project, "dvc", "repro", "extract@one")
         out = project / "data/hidden_states/one"
         manifest = shards.read_manifest(out)
-        assert manifest["engine"] == engine and manifest["checks"]["difference_alone_and_batched"] < 0.001
+        assert (
+            manifest["engine"] == engine
+            and manifest["checks"]["difference_alone_and_batched"] < 0.001
+        )
         found[engine] = {row["id"]: row for row in shards.ShardSet([out], "train", {})}
     assert found["sglang"].keys() == found["transformers"].keys() and len(found["sglang"]) == 20
     for identifier, row in found["sglang"].items():
         for name in ("aux", "last"):
-            torch.testing.assert_close(row[name], found["transformers"][identifier][name], rtol=2**-6, atol=2**-8)
+            torch.testing.assert_close(
+                row[name], found["transformers"][identifier][name], rtol=2**-6, atol=2**-8
+            )

@@ -71,8 +71,12 @@ class Processor(nn.Module):
 
 
 def batch_of(rids, lengths, prefixes=None, extend=True):
-    return SimpleNamespace(rids=rids, extend_seq_lens_cpu=lengths, extend_prefix_lens_cpu=prefixes,
-                           forward_mode=SimpleNamespace(is_extend=lambda: extend))
+    return SimpleNamespace(
+        rids=rids,
+        extend_seq_lens_cpu=lengths,
+        extend_prefix_lens_cpu=prefixes,
+        forward_mode=SimpleNamespace(is_extend=lambda: extend),
+    )
 
 
 def register(model, flags):
@@ -93,7 +97,10 @@ def register(model, flags):
 
 def shard(folder, lengths):
     (folder / "set").mkdir(exist_ok=True)
-    rows = [Record(f"r{n}", list(range(length)), [True] * length, "train") for n, length in enumerate(lengths)]
+    rows = [
+        Record(f"r{n}", list(range(length)), [True] * length, "train")
+        for n, length in enumerate(lengths)
+    ]
     return ShardWriter(folder / "set", "k", rows, H, "float32")
 
 
@@ -117,7 +124,10 @@ def test_older_servers_layer_outputs(in_tmp):
     embedded = torch.randn(12, H)
     last = model(embedded, batch_of([rid(1), "HEALTH_CHECK", rid(0)], [5, 4, 3]))
     acks = acknowledgements(in_tmp)
-    assert [(a["rid"], a["token"], a["count"], a["bad"]) for a in acks] == [(rid(1), 0, 5, None), (rid(0), 0, 3, None)]
+    assert [(a["rid"], a["token"], a["count"], a["bad"]) for a in acks] == [
+        (rid(1), 0, 5, None),
+        (rid(0), 0, 3, None),
+    ]
     for row, tokens in ((1, slice(0, 5)), (0, slice(9, 12))):
         found = writer.read(row)
         assert torch.equal(found["aux"], torch.cat([model.seen[n][tokens] for n in LAYERS], -1))
@@ -129,7 +139,9 @@ def test_older_servers_layer_outputs(in_tmp):
 def test_newer_servers_capture_themselves(in_tmp, packed):
     """0.5.23: a list of three or one packed tensor; a prompt in two chunks is put together by its first token's number."""
     processor, writer = nn.ModuleDict({"logits_processor": Processor()}), shard(in_tmp, [9, 2])
-    assert register(processor, sglang_hooks.server_flags("0.5.23", LAYERS, [1, 3, 4], str(in_tmp))) == ["logits_processor"]
+    assert register(
+        processor, sglang_hooks.server_flags("0.5.23", LAYERS, [1, 3, 4], str(in_tmp))
+    ) == ["logits_processor"]
     aux, last = torch.randn(9, 3 * H), torch.randn(9, H)
 
     def forward(span, batch):
@@ -138,7 +150,9 @@ def test_newer_servers_capture_themselves(in_tmp, packed):
 
     forward(slice(0, 6), batch_of([rid(0)], [6]))
     forward(slice(6, 9), batch_of([rid(0)], [3], [6]))
-    forward(slice(0, 1), batch_of([rid(0)], [1], [9]))  # a token that was generated, in a mixed batch
+    forward(
+        slice(0, 1), batch_of([rid(0)], [1], [9])
+    )  # a token that was generated, in a mixed batch
     assert sorted((a["token"], a["count"]) for a in acknowledgements(in_tmp)) == [(0, 6), (6, 3)]
     assert torch.equal(writer.read(0)["aux"], aux) and torch.equal(writer.read(0)["last"], last)
     writer.discard()
@@ -147,8 +161,13 @@ def test_newer_servers_capture_themselves(in_tmp, packed):
 def test_decode_steps_and_warm_up_are_left_alone(in_tmp):
     processor, writer = nn.ModuleDict({"logits_processor": Processor()}), shard(in_tmp, [4])
     register(processor, sglang_hooks.server_flags("0.5.24", LAYERS, [1, 3, 4], str(in_tmp)))
-    for batch in (batch_of([rid(0)], [4], extend=False), batch_of(None, [4]), batch_of([rid(0)], None), SimpleNamespace(),
-                  batch_of(["", "other:set/k:0:x", "eaglemake:../k:0:x", "eaglemake:set/k:0"], [1] * 4)):
+    for batch in (
+        batch_of([rid(0)], [4], extend=False),
+        batch_of(None, [4]),
+        batch_of([rid(0)], None),
+        SimpleNamespace(),
+        batch_of(["", "other:set/k:0:x", "eaglemake:../k:0:x", "eaglemake:set/k:0"], [1] * 4),
+    ):
         processor["logits_processor"](None, torch.zeros(4, H), None, batch, torch.zeros(4, 3 * H))
     assert acknowledgements(in_tmp) == []
     writer.discard()
@@ -160,13 +179,18 @@ def test_what_goes_wrong_is_told_and_never_raised(in_tmp):
     register(processor, sglang_hooks.server_flags("0.5.23", LAYERS, [1, 3, 4], str(in_tmp)))
 
     def forward(aux, hidden=H, rows=4, name=None):
-        processor["logits_processor"](None, torch.zeros(rows, hidden), None, batch_of([name or rid(0)], [4]), aux)
+        processor["logits_processor"](
+            None, torch.zeros(rows, hidden), None, batch_of([name or rid(0)], [4]), aux
+        )
         return acknowledgements(in_tmp)[-1]
 
     assert "--enable-return-aux-hidden-states" in forward(None)["fatal"]
     assert "captured width is 32" in forward(torch.zeros(4, 2 * H))["fatal"]
     assert "4 tokens but 3 states" in forward(torch.zeros(3, 3 * H), rows=3)["problem"]
-    assert "FileNotFoundError" in forward(torch.zeros(4, 3 * H), name="eaglemake:set/gone:0:x")["problem"]
+    assert (
+        "FileNotFoundError"
+        in forward(torch.zeros(4, 3 * H), name="eaglemake:set/gone:0:x")["problem"]
+    )
     states = torch.zeros(4, 3 * H)
     states[2, H] = float("nan")
     told = forward(states)
@@ -198,20 +222,35 @@ def test_only_one_rank_writes(in_tmp):
     processor, writer = nn.ModuleDict({"logits_processor": Processor()}), shard(in_tmp, [4])
     register(processor, sglang_hooks.server_flags("0.5.23", LAYERS, [1, 3, 4], str(in_tmp)))
     sglang_hooks.receiver({"root": str(in_tmp)}).writes = False
-    processor["logits_processor"](None, torch.zeros(4, H), None, batch_of([rid(0)], [4]), torch.zeros(4, 3 * H))
+    processor["logits_processor"](
+        None, torch.zeros(4, H), None, batch_of([rid(0)], [4]), torch.zeros(4, 3 * H)
+    )
     assert acknowledgements(in_tmp) == []
     writer.discard()
 
 
 def test_servers_environment_needs_nothing_but_torch():
     """The module is imported where neither xxhash nor anything else of this project's requirements is."""
-    code = ("import sys\nclass No:\n    def find_spec(self, name, *a):\n"
-            "        if name.split('.')[0] in ('xxhash', 'pyarrow', 'pydantic', 'aiohttp', 'transformers', 'yaml'):\n"
-            "            raise ImportError(name)\n"
-            "sys.meta_path.insert(0, No())\nimport eagle3.capture.sglang_hooks\n"
-            "print(sorted(m for m in sys.modules if m.startswith('eagle3.')))")
-    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
-                          env={"PYTHONPATH": str(ROOT / "workflow"), "PATH": ""})
-    assert made.stdout.strip() == str([
-        "eagle3.capture", "eagle3.capture.offload", "eagle3.capture.sglang_hooks",
-        "eagle3.hidden_states", "eagle3.hidden_states.fp8", "eagle3.hidden_states.layout"]), made.stderr
+    code = (
+        "import sys\nclass No:\n    def find_spec(self, name, *a):\n"
+        "        if name.split('.')[0] in ('xxhash', 'pyarrow', 'pydantic', 'aiohttp', 'transformers', 'yaml'):\n"
+        "            raise ImportError(name)\n"
+        "sys.meta_path.insert(0, No())\nimport eagle3.capture.sglang_hooks\n"
+        "print(sorted(m for m in sys.modules if m.startswith('eagle3.')))"
+    )
+    made = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(ROOT / "workflow"), "PATH": ""},
+    )
+    assert made.stdout.strip() == str(
+        [
+            "eagle3.capture",
+            "eagle3.capture.offload",
+            "eagle3.capture.sglang_hooks",
+            "eagle3.hidden_states",
+            "eagle3.hidden_states.fp8",
+            "eagle3.hidden_states.layout",
+        ]
+    ), made.stderr

@@ -6,7 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from eagle3.capture.transformers_capture import Job, Replica, TransformersCapture, batches, decoder_of, pieces
+from eagle3.capture.transformers_capture import (
+    Job,
+    Replica,
+    TransformersCapture,
+    batches,
+    decoder_of,
+    pieces,
+)
 from eagle3.core.errors import Refusal
 from eagle3.hidden_states.shards import ShardWriter
 from eagle3.records.records import Record
@@ -18,8 +25,12 @@ H, LAYERS = 32, [2, 4, 5]
 
 def records(lengths, seed=0):
     chooser = random.Random(seed)
-    return [Record(f"r{n}", [chooser.randrange(3, 390) for _ in range(length)], [True] * length, "train")
-            for n, length in enumerate(lengths)]
+    return [
+        Record(
+            f"r{n}", [chooser.randrange(3, 390) for _ in range(length)], [True] * length, "train"
+        )
+        for n, length in enumerate(lengths)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +79,17 @@ def test_twice_in_one_process_is_the_same(in_tmp, model):
 def test_head_of_last_reproduces_greedy_answers(in_tmp, model):
     """catalogue D07: `last` is after the final norm, so that argmax(lm_head(last)) is what greedy decoding wrote."""
     prompt = records([8])[0].input_ids
-    ids = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, 8, dtype=torch.long), max_new_tokens=20,
-                         do_sample=False, eos_token_id=None, pad_token_id=0)[0].tolist()
-    writer = ShardWriter(in_tmp, "k", [Record("r", ids, [False] * 8 + [True] * 20, "train")], H, "float32")
+    ids = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, 8, dtype=torch.long),
+        max_new_tokens=20,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )[0].tolist()
+    writer = ShardWriter(
+        in_tmp, "k", [Record("r", ids, [False] * 8 + [True] * 20, "train")], H, "float32"
+    )
     capture(model).run(iter([Job(writer, 0)]), lambda job: None)
     predicted = (writer.read(0)["last"] @ model.lm_head.weight.T).argmax(-1)
     assert predicted[7:-1].tolist() == ids[8:]
@@ -113,7 +132,9 @@ def test_an_error_ends_the_run_and_reaches_the_caller(in_tmp, model):
 def test_a_width_that_is_not_3h_is_refused(in_tmp, model):
     """catalogue D08"""
     replica = Replica(model, [2, 4], H)
-    with pytest.raises(Refusal, match="captured width is 64, not 3 x 32; check hidden_states.layers"):
+    with pytest.raises(
+        Refusal, match="captured width is 64, not 3 x 32; check hidden_states.layers"
+    ):
         replica.states([[5, 6, 7]])
     for hook in replica.hooks:
         hook.remove()
@@ -140,11 +161,34 @@ def make_deepseek():
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     torch.manual_seed(3)
-    return DeepseekV3ForCausalLM(DeepseekV3Config(
-        hidden_size=H, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=8, num_attention_heads=2,
-        num_key_value_heads=2, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, n_group=1, topk_group=1,
-        first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
-        vocab_size=400, max_position_embeddings=512, initializer_range=0.1)).float().eval()
+    return (
+        DeepseekV3ForCausalLM(
+            DeepseekV3Config(
+                hidden_size=H,
+                intermediate_size=64,
+                moe_intermediate_size=16,
+                num_hidden_layers=8,
+                num_attention_heads=2,
+                num_key_value_heads=2,
+                n_routed_experts=4,
+                n_shared_experts=1,
+                num_experts_per_tok=2,
+                n_group=1,
+                topk_group=1,
+                first_k_dense_replace=1,
+                q_lora_rank=16,
+                kv_lora_rank=16,
+                qk_nope_head_dim=8,
+                qk_rope_head_dim=8,
+                v_head_dim=8,
+                vocab_size=400,
+                max_position_embeddings=512,
+                initializer_range=0.1,
+            )
+        )
+        .float()
+        .eval()
+    )
 
 
 def test_deepseek_style_targets(in_tmp):

@@ -38,7 +38,9 @@ def test_every_failure_is_listed():
 
 
 def test_the_page_is_put_together_from_its_parts():
-    assert (ROOT / failures.PAGE).read_text() == failures.page(ROOT / failures.PARTS), "run `make docs` and commit docs/failures.md"
+    assert (ROOT / failures.PAGE).read_text() == failures.page(ROOT / failures.PARTS), (
+        "run `make docs` and commit docs/failures.md"
+    )
 
 
 def test_every_test_that_a_row_names_exists():
@@ -46,6 +48,8 @@ def test_every_test_that_a_row_names_exists():
     for path in failures.parts(ROOT / failures.PARTS):
         for file, name in TESTS.findall(path.read_text()):
             found = [p for p in (ROOT / "tests").rglob(Path(file).name)]
-            if not found or (name and not any(f"def {name}" in p.read_text() for p in found)):  # a name may be shortened
+            if not found or (
+                name and not any(f"def {name}" in p.read_text() for p in found)
+            ):  # a name may be shortened
                 missing.append(f"{path.name}: {file}::{name}")
     assert not missing, missing

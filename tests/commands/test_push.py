@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 import tiny
 
-STAGES = {"generate@one": "data/responses/one/raw_responses.jsonl", "extract@one": "data/hidden_states/one/manifest.json",
-          "train": "data/drafter/training.json"}
+STAGES = {
+    "generate@one": "data/responses/one/raw_responses.jsonl",
+    "extract@one": "data/hidden_states/one/manifest.json",
+    "train": "data/drafter/training.json",
+}
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +26,12 @@ def project(tmp_path_factory) -> Path:
     for folder in ("data/target", "data/prompts", "data/records", "data/vocab"):
         (project / folder).mkdir(parents=True)
         (project / folder / "x").write_text(folder)
-    for file in ("data/prompts/one.parquet", "data/records/one.parquet", "data/vocab/draft_vocab.json",
-                 "data/vocab/draft_vocab.safetensors"):
+    for file in (
+        "data/prompts/one.parquet",
+        "data/records/one.parquet",
+        "data/vocab/draft_vocab.json",
+        "data/vocab/draft_vocab.safetensors",
+    ):
         (project / file).write_text(file)
     tiny.run(project, "dvc", "commit", "--force", *STAGES)
     tiny.run(project, "dvc", "remote", "add", "-d", "store", str(tmp_path / "remote"))
@@ -33,11 +40,15 @@ def project(tmp_path_factory) -> Path:
 
 def content(folder: Path) -> str:
     """All that a remote or a cache holds, as one text."""
-    return " ".join(path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file())
+    return " ".join(
+        path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file()
+    )
 
 
 def push(project: Path) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "workflow/scripts/push.py"], cwd=project, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "workflow/scripts/push.py"], cwd=project, capture_output=True, text=True
+    )
 
 
 def test_answers_and_drafter_are_pushed_but_states_stay(project):
@@ -62,8 +73,11 @@ def test_a_file_that_is_not_there_to_be_sent_is_an_error(project):
     params = tiny.read_params(project)
     params["runtime"]["push"] = ["extract"]
     tiny.write_params(project, params)
-    [lost] = [path for path in (project / ".dvc/cache/files/md5").rglob("*")
-              if path.is_file() and path.suffix != ".dir" and "extract@one" in path.read_text()]
+    [lost] = [
+        path
+        for path in (project / ".dvc/cache/files/md5").rglob("*")
+        if path.is_file() and path.suffix != ".dir" and "extract@one" in path.read_text()
+    ]
     lost.rename(project / "aside")
     done = push(project)
     assert done.returncode != 0 and "error" in (done.stdout + done.stderr).lower()

@@ -24,7 +24,11 @@ def leaves(content: dict, path: str = ""):
         if isinstance(value, list) and value and isinstance(value[0], dict):
             yield from leaves(value[0], f"{name}[]")
             continue
-        if isinstance(value, dict) and value and not name.endswith(("flags", "environment", "columns", "kwargs")):
+        if (
+            isinstance(value, dict)
+            and value
+            and not name.endswith(("flags", "environment", "columns", "kwargs"))
+        ):
             yield from leaves(value, name)
         elif value != {}:
             yield name
@@ -47,11 +51,17 @@ def test_every_key_is_described():
     for model in models(Params):
         assert model.__doc__ and model.__doc__.strip(), model.__name__
         for name, field in model.model_fields.items():
-            assert field.description or reference.section_model(field.annotation), f"{model.__name__}.{name}"
+            assert field.description or reference.section_model(field.annotation), (
+                f"{model.__name__}.{name}"
+            )
 
 
 def test_types_limits_and_defaults_are_in_words():
-    rows = {line.split("|")[1].strip().strip("`"): line for line in reference.page().splitlines() if line.startswith("| `")}
+    rows = {
+        line.split("|")[1].strip().strip("`"): line
+        for line in reference.page().splitlines()
+        if line.startswith("| `")
+    }
     assert "| whole number | `7` | ≥ 1, ≤ 16 |" in rows["train.steps"]
     assert "| list of whole number | none | each ≥ 0 |" in rows["hidden_states.layers"]
     assert "`generate`, `on_policy` | required" in rows["datasets.NAME.answers"]

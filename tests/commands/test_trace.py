@@ -39,21 +39,37 @@ elif stage == "train":
         "hidden_states": {"a": {"records_digest": digest_file("data/records/a.parquet"), "rows": 7, "tokens": 70}}})
     Path("data/drafter/model.safetensors").write_text("weights of " + Path("data/records/a.parquet").read_text())
 """
-STAGES = {"target": ([], ["data/target"], ["target"]),
-          "prepare@a": (["data/target"], ["data/prompts/a.parquet", "data/prompts/a.stats.json"], ["datasets.a"]),
-          "generate@a": (["data/prompts/a.parquet"], ["data/responses/a"], ["generate"]),
-          "tokenize@a": (["data/responses/a"], ["data/records/a.parquet"], []),
-          "train": (["data/records", "data/target"], ["data/drafter"], ["train"])}
+STAGES = {
+    "target": ([], ["data/target"], ["target"]),
+    "prepare@a": (
+        ["data/target"],
+        ["data/prompts/a.parquet", "data/prompts/a.stats.json"],
+        ["datasets.a"],
+    ),
+    "generate@a": (["data/prompts/a.parquet"], ["data/responses/a"], ["generate"]),
+    "tokenize@a": (["data/responses/a"], ["data/records/a.parquet"], []),
+    "train": (["data/records", "data/target"], ["data/drafter"], ["train"]),
+}
 
 
 def dvc(folder: Path, *command: str) -> None:
-    subprocess.run([sys.executable, "-m", "dvc", *command], cwd=folder, check=True, capture_output=True,
-                   env={**os.environ, "PYTHONPATH": str(ROOT / "workflow")})
+    subprocess.run(
+        [sys.executable, "-m", "dvc", *command],
+        cwd=folder,
+        check=True,
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "workflow")},
+    )
 
 
 def git(folder: Path, *command: str) -> str:
-    return subprocess.run(["git", "-c", "user.name=t", "-c", "user.email=t@example.org", *command], cwd=folder, check=True,
-                          capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", "-c", "user.name=t", "-c", "user.email=t@example.org", *command],
+        cwd=folder,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +78,22 @@ def built(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("lineage") / "project"
     (folder / "data").mkdir(parents=True)
     (folder / "make.py").write_text(MAKE)
-    params = {"target": {"source": {"path": "/models/x"}}, "generate": {"temperature": 0}, "train": {"lr": 1},
-              "datasets": {"a": {"source": {"hub": "someone/set", "revision": "0123456789abcdef"}}}}
+    params = {
+        "target": {"source": {"path": "/models/x"}},
+        "generate": {"temperature": 0},
+        "train": {"lr": 1},
+        "datasets": {"a": {"source": {"hub": "someone/set", "revision": "0123456789abcdef"}}},
+    }
     (folder / "params.yaml").write_text(yaml.safe_dump(params))
     stages: dict = {}
     for name, (deps, outs, slices) in STAGES.items():
         group, _, key = name.partition("@")
-        body = {"cmd": f"{sys.executable} make.py {group}", "deps": deps, "outs": outs, "params": slices}
+        body = {
+            "cmd": f"{sys.executable} make.py {group}",
+            "deps": deps,
+            "outs": outs,
+            "params": slices,
+        }
         stages[group] = {"foreach": [key], "do": body} if key else body
     (folder / "dvc.yaml").write_text(yaml.safe_dump({"stages": stages}))
     git(folder, "init", "-q", "-b", "main")
@@ -101,11 +126,19 @@ def test_the_present_drafter_is_followed_to_rows_source_and_server(built, monkey
     assert found["recorded_in"] == "the working tree"
     assert stages_of(found) == ["target", "prepare@a", "generate@a", "tokenize@a", "train"]
     said = {entry["stage"]: entry["about"] for entry in found["artifacts"]}
-    assert said["prepare@a"] == {"source": "hub someone/set at 0123456789ab", "rows": 9, "kept": 7, "rejected": 1,
-                                 "duplicates": 1}
+    assert said["prepare@a"] == {
+        "source": "hub someone/set at 0123456789ab",
+        "rows": 9,
+        "kept": 7,
+        "rejected": 1,
+        "duplicates": 1,
+    }
     assert said["generate@a"]["versions"] == {"sglang": "0.5.14"}
     assert said["target"]["source"] == "path /models/x"
-    assert said["tokenize@a"] == {"digest": digest_file("data/records/a.parquet"), "as_trained": True}
+    assert said["tokenize@a"] == {
+        "digest": digest_file("data/records/a.parquet"),
+        "as_trained": True,
+    }
     assert all(entry["here"] for entry in found["artifacts"])
     assert "MISSING" not in lineage.page(found)
 
@@ -123,12 +156,17 @@ def test_what_is_missing_is_named_with_the_command_that_brings_it(built, tmp_pat
     monkeypatch.chdir(tmp_path / "clone")
     shutil.copytree(built / "data/drafter", "data/drafter", symlinks=False)
     found = lineage.trace("data/drafter")
-    assert found["recorded_in"] == "the working tree" and not any(entry["here"] for entry in found["artifacts"])
-    assert "dvc pull generate@a" in lineage.page(found) and "5 of 5 artifacts are not on this machine" in lineage.page(found)
+    assert found["recorded_in"] == "the working tree" and not any(
+        entry["here"] for entry in found["artifacts"]
+    )
+    assert "dvc pull generate@a" in lineage.page(
+        found
+    ) and "5 of 5 artifacts are not on this machine" in lineage.page(found)
     older = lineage.trace(built.parent / "first")
     commit = git(built, "rev-parse", "HEAD~1")
     assert {entry["stage"]: entry["get"] for entry in older["artifacts"]}["generate@a"] == (
-        f"git checkout {commit[:12]} && dvc pull generate@a")
+        f"git checkout {commit[:12]} && dvc pull generate@a"
+    )
 
 
 def test_a_drafter_that_no_lock_knows_is_matched_by_its_records(built, tmp_path, monkeypatch):
@@ -136,7 +174,9 @@ def test_a_drafter_that_no_lock_knows_is_matched_by_its_records(built, tmp_path,
     shutil.copytree("data/drafter", tmp_path / "edited")
     write_json(tmp_path / "edited/config.json", {"edited": True})
     found = lineage.trace(tmp_path / "edited")
-    assert found["recorded_in"] is None and [entry["here"] for entry in found["artifacts"]] == [True]
+    assert found["recorded_in"] is None and [entry["here"] for entry in found["artifacts"]] == [
+        True
+    ]
     training = json.loads((tmp_path / "edited/training.json").read_text())
     training["hidden_states"]["a"]["records_digest"] = "other"
     write_json(tmp_path / "edited/training.json", training)

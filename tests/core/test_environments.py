@@ -11,7 +11,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def pins() -> dict[str, str]:
     """Name -> version of requirements.txt."""
-    lines = [line.partition("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines()]
+    lines = [
+        line.partition("#")[0].strip()
+        for line in (ROOT / "requirements.txt").read_text().splitlines()
+    ]
     return dict(line.split("==") for line in lines if line)
 
 

@@ -28,8 +28,13 @@ def wait_until(condition, timeout: float = 20) -> bool:
 
 
 def start(code: str, *arguments: str, **more) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-c", code, *arguments], text=True, stdout=subprocess.PIPE,
-                            env={**os.environ, "PYTHONPATH": str(WORKFLOW)}, **more)
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        text=True,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(WORKFLOW)},
+        **more,
+    )
 
 
 def driver(tmp_path: Path, worker: str) -> subprocess.Popen:
@@ -39,20 +44,27 @@ def driver(tmp_path: Path, worker: str) -> subprocess.Popen:
 subprocess.run(["/bin/sh", "-c", "{sys.executable} {tmp_path}/worker.py; true"])
 """)
     (tmp_path / "worker.py").write_text(worker)
-    return subprocess.Popen([sys.executable, str(script)], text=True, stdout=subprocess.PIPE,
-                            env={**os.environ, "PYTHONPATH": str(WORKFLOW)})
+    return subprocess.Popen(
+        [sys.executable, str(script)],
+        text=True,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(WORKFLOW)},
+    )
 
 
 def test_a_worker_and_its_children_die_when_the_driver_is_killed(tmp_path):
     """Catalogue H22. The shell between them survives the kill; the worker must not wait for it."""
-    parent = driver(tmp_path, """
+    parent = driver(
+        tmp_path,
+        """
 import os, subprocess, time
 from eagle3.core.process import watch_ancestors
 child = subprocess.Popen(["sleep", "300"])
 watch_ancestors(0.1)
 print(os.getpid(), child.pid, flush=True)
 time.sleep(300)
-""")
+""",
+    )
     worker, child = map(int, parent.stdout.readline().split())
     parent.kill()
     parent.wait()
@@ -66,8 +78,16 @@ time.sleep(300)
 
 def test_run_by_hand_nothing_is_watched():
     assert process.driving_ancestors() == [] or "pytest" not in str(process.driving_ancestors())
-    done = subprocess.run([sys.executable, "-c", "from eagle3.core.process import *; watch_ancestors(); print('ran')"],
-                          env={**os.environ, "PYTHONPATH": str(WORKFLOW)}, capture_output=True, text=True)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from eagle3.core.process import *; watch_ancestors(); print('ran')",
+        ],
+        env={**os.environ, "PYTHONPATH": str(WORKFLOW)},
+        capture_output=True,
+        text=True,
+    )
     assert done.stdout == "ran\n"
 
 
@@ -86,15 +106,20 @@ time.sleep(300)
 
 
 def test_the_second_writer_is_refused_by_the_firsts_number_and_a_kill_frees_the_lock(tmp_path):
-    holder = start("""
+    holder = start(
+        """
 import sys, time
 from eagle3.core.process import exclusive
 with exclusive(sys.argv[1], "stage x"):
     print("held", flush=True)
     time.sleep(300)
-""", str(tmp_path / "work"))
+""",
+        str(tmp_path / "work"),
+    )
     assert holder.stdout.readline() == "held\n"
-    with pytest.raises(Refusal, match=f"stage x is already running as process {holder.pid}; wait for it"):
+    with pytest.raises(
+        Refusal, match=f"stage x is already running as process {holder.pid}; wait for it"
+    ):
         with process.exclusive(tmp_path / "work", "stage x"):
             pass
     holder.kill()
@@ -122,7 +147,9 @@ time.sleep(300)
 
 def test_a_zombie_is_not_alive():
     child = subprocess.Popen(["true"])
-    assert wait_until(lambda: Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z")
+    assert wait_until(
+        lambda: Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    )
     assert not alive(child.pid)
     child.wait()
 

@@ -11,7 +11,13 @@ def lines(stream: io.StringIO) -> list[str]:
 
 
 def test_durations():
-    assert [duration(s) for s in (0, 61, 3599.9, 3600, 90061)] == ["0:00", "1:01", "59:59", "1:00:00", "1 d 1:01:01"]
+    assert [duration(s) for s in (0, 61, 3599.9, 3600, 90061)] == [
+        "0:00",
+        "1:01",
+        "59:59",
+        "1:00:00",
+        "1 d 1:01:01",
+    ]
 
 
 def test_a_log_gets_whole_lines_with_rate_and_time_left():
@@ -22,8 +28,13 @@ def test_a_log_gets_whole_lines_with_rate_and_time_left():
         bar.add(2, tokens=100)
     first, _, last = lines(stream)
     # 1 row in 2 s, 2 to go; what was done before counts for the share only.
-    assert first == "work [██████████··········]  50%  2/4 rows, 0.5 rows/s, 50 tokens/s, loss 1.5, 0:04 left"
-    assert last.startswith("work [████████████████████] 100%  4/4 rows") and last.endswith("took 0:02")
+    assert (
+        first
+        == "work [██████████··········]  50%  2/4 rows, 0.5 rows/s, 50 tokens/s, loss 1.5, 0:04 left"
+    )
+    assert last.startswith("work [████████████████████] 100%  4/4 rows") and last.endswith(
+        "took 0:02"
+    )
 
 
 def test_without_a_total_there_is_no_bar():
@@ -31,7 +42,10 @@ def test_without_a_total_there_is_no_bar():
     with Progress("work", None, "rows", every=0, stream=stream) as bar:
         bar.start -= 10
         bar.add(1000)
-    assert lines(stream) == ["work  1,000 rows, 100.0 rows/s", "work  1,000 rows, 100.0 rows/s, took 0:10"]
+    assert lines(stream) == [
+        "work  1,000 rows, 100.0 rows/s",
+        "work  1,000 rows, 100.0 rows/s, took 0:10",
+    ]
 
 
 def test_work_that_is_quickly_done_leaves_one_line():

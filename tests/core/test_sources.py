@@ -20,16 +20,19 @@ def read(path):
     return list(sources.rows(schema.Source(path=str(path))))
 
 
-@pytest.mark.parametrize("name, content", [
-    ("a.jsonl", "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in ROWS)),
-    ("a.json", json.dumps(ROWS)),
-    ("b.json", "".join(json.dumps(r) + "\n" for r in ROWS)),  # JSON lines by another name
-    ("a.ndjson", "\n".join(json.dumps(r) for r in ROWS)),
-    ("a.jsonl.gz", gzip.compress("".join(json.dumps(r) + "\n" for r in ROWS).encode())),
-    ("c.json", "\n\n" + json.dumps(ROWS, indent=2)),
-    ("bom.jsonl", "\ufeff" + "".join(json.dumps(r) + "\n" for r in ROWS)),
-    ("bom.json.gz", gzip.compress(("\ufeff" + json.dumps(ROWS)).encode())),
-])
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("a.jsonl", "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in ROWS)),
+        ("a.json", json.dumps(ROWS)),
+        ("b.json", "".join(json.dumps(r) + "\n" for r in ROWS)),  # JSON lines by another name
+        ("a.ndjson", "\n".join(json.dumps(r) for r in ROWS)),
+        ("a.jsonl.gz", gzip.compress("".join(json.dumps(r) + "\n" for r in ROWS).encode())),
+        ("c.json", "\n\n" + json.dumps(ROWS, indent=2)),
+        ("bom.jsonl", "\ufeff" + "".join(json.dumps(r) + "\n" for r in ROWS)),
+        ("bom.json.gz", gzip.compress(("\ufeff" + json.dumps(ROWS)).encode())),
+    ],
+)
 def test_json_in_all_its_forms(tmp_path, name, content):
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -47,17 +50,30 @@ def test_csv_and_tsv(tmp_path):
 
 
 def test_a_bad_line_is_a_bad_row_with_its_place(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "x"}\n{"prompt": "y\n\xff\xfe\n{"prompt": "z"}\n')
+    (tmp_path / "a.jsonl").write_bytes(
+        b'{"prompt": "x"}\n{"prompt": "y\n\xff\xfe\n{"prompt": "z"}\n'
+    )
     rows = read(tmp_path / "a.jsonl")
     assert [type(row).__name__ for _, row in rows] == ["dict", "ValueError", "ValueError", "dict"]
     assert str(rows[1][1]).startswith("line 2, byte 16: ")
 
 
-@pytest.mark.parametrize("name, content, message", [
-    ("a.json", b"[1, 2", "a.json cannot be read as .json: "), ("a.txt", b"x", "unknown kind of file; known are .jsonl, "),
-    ("folder", None, "is a folder; name one file"), ("a.jsonl.gz", b'{"prompt": "x"}', "cannot be read as .jsonl.gz: "),
-    ("cut.jsonl.gz", gzip.compress(random.Random(0).randbytes(5000))[:-99], "cut.jsonl.gz cannot be read as "),
-    ("a.parquet", b"PAR1", "a.parquet cannot be read as .parquet: "), ("a.csv", "a,b\n1,2\n".encode("utf-16"), "as .csv: ")])
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("a.json", b"[1, 2", "a.json cannot be read as .json: "),
+        ("a.txt", b"x", "unknown kind of file; known are .jsonl, "),
+        ("folder", None, "is a folder; name one file"),
+        ("a.jsonl.gz", b'{"prompt": "x"}', "cannot be read as .jsonl.gz: "),
+        (
+            "cut.jsonl.gz",
+            gzip.compress(random.Random(0).randbytes(5000))[:-99],
+            "cut.jsonl.gz cannot be read as ",
+        ),
+        ("a.parquet", b"PAR1", "a.parquet cannot be read as .parquet: "),
+        ("a.csv", "a,b\n1,2\n".encode("utf-16"), "as .csv: "),
+    ],
+)
 def test_what_cannot_be_read_is_refused(tmp_path, name, content, message):
     path = tmp_path / name
     path.mkdir() if content is None else path.write_bytes(content)
@@ -85,8 +101,13 @@ def sdist(folder, content: bytes):
         archive.addfile(member, io.BytesIO(content))
 
 
-@pytest.mark.parametrize("make, file, option", [(wheel, "pack/data/rows.jsonl", "--only-binary=:all:"),
-                                                (sdist, "data/rows.jsonl", "--no-binary=:all:")])
+@pytest.mark.parametrize(
+    "make, file, option",
+    [
+        (wheel, "pack/data/rows.jsonl", "--only-binary=:all:"),
+        (sdist, "data/rows.jsonl", "--no-binary=:all:"),
+    ],
+)
 def test_a_file_that_a_package_ships(in_tmp, monkeypatch, make, file, option):
     """Downloaded once, checked, not installed; pip itself is replaced, since it needs a network."""
     content, calls = b'{"prompt": "x"}\n', []
@@ -102,7 +123,9 @@ def test_a_file_that_a_package_ships(in_tmp, monkeypatch, make, file, option):
 
     def fetch(digest=digest, file=file):
         for folder in ("wheel", "sdist"):
-            (in_tmp / f".work/sources/packages/pack==1.0/{folder}").mkdir(parents=True, exist_ok=True)
+            (in_tmp / f".work/sources/packages/pack==1.0/{folder}").mkdir(
+                parents=True, exist_ok=True
+            )
         return sources.package_file("pack==1.0", file, digest)
 
     assert fetch().read_bytes() == content

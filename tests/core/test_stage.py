@@ -41,19 +41,30 @@ def test_the_start_of_a_stage_is_recorded(project):
 
 
 def test_a_missing_input_names_the_command_that_makes_it(project):
-    with pytest.raises(Refusal, match="nowhere is missing; `snakemake --cores all nowhere` builds it"):
+    with pytest.raises(
+        Refusal, match="nowhere is missing; `snakemake --cores all nowhere` builds it"
+    ):
         with running("train", "params.yaml", ["nowhere"]):
             pass
 
 
-@pytest.mark.parametrize("edit", [
-    lambda p: (p / "input/file").write_text("other text"),
-    lambda p: (p / "input/file").unlink(),
-    lambda p: (p / "input/more").write_text(""),
-    lambda p: (p / "workflow/eagle3/helper.py").write_text("A = 2\n"),
-    lambda p: (p / "workflow/scripts/train.py").write_text("from eagle3 import helper  # changed\n")])
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda p: (p / "input/file").write_text("other text"),
+        lambda p: (p / "input/file").unlink(),
+        lambda p: (p / "input/more").write_text(""),
+        lambda p: (p / "workflow/eagle3/helper.py").write_text("A = 2\n"),
+        lambda p: (p / "workflow/scripts/train.py").write_text(
+            "from eagle3 import helper  # changed\n"
+        ),
+    ],
+)
 def test_an_input_or_the_code_changed_during_the_run_fails_the_stage(project, edit):
-    with pytest.raises(Refusal, match="changed while stage train ran, so its result would belong to neither version"):
+    with pytest.raises(
+        Refusal,
+        match="changed while stage train ran, so its result would belong to neither version",
+    ):
         with running("train", "params.yaml", ["input"]):
             edit(project)
 
@@ -61,7 +72,10 @@ def test_an_input_or_the_code_changed_during_the_run_fails_the_stage(project, ed
 def test_code_edited_while_it_was_imported_fails_the_stage_at_once(project, monkeypatch):
     """The imports of a stage take seconds: what stands in the file then is not what was imported."""
     monkeypatch.setitem(sys.modules, "_path", SimpleNamespace(BEGAN=time.time_ns() - 10**9))
-    with pytest.raises(Refusal, match="workflow/eagle3/helper.py, workflow/scripts/train.py changed while stage train ran"):
+    with pytest.raises(
+        Refusal,
+        match="workflow/eagle3/helper.py, workflow/scripts/train.py changed while stage train ran",
+    ):
         with running("train", "params.yaml", ["input"]):
             raise AssertionError("the body ran")
 
@@ -103,36 +117,64 @@ def test_what_is_left_of_other_data_sets_goes_first_and_is_no_change(project, ca
 
 
 def script(body: str) -> list[str]:
-    return [sys.executable, "-c", "import argparse, time\nfrom eagle3.core.errors import Refusal\n"
-            f"from eagle3.core.stage import main\ndef body(arguments):\n    {body}\nmain(argparse.ArgumentParser(), body)\n"]
+    return [
+        sys.executable,
+        "-c",
+        "import argparse, time\nfrom eagle3.core.errors import Refusal\n"
+        f"from eagle3.core.stage import main\ndef body(arguments):\n    {body}\nmain(argparse.ArgumentParser(), body)\n",
+    ]
 
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(WORKFLOW)}
 
 
 def test_a_refusal_is_one_sentence_and_exit_code_1():
-    done = subprocess.run(script("raise Refusal('a is 1, not 2; do b')"), env=ENVIRONMENT, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr == "error: a is 1, not 2; do b\n" and done.stdout == ""
+    done = subprocess.run(
+        script("raise Refusal('a is 1, not 2; do b')"),
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+    )
+    assert (
+        done.returncode == 1 and done.stderr == "error: a is 1, not 2; do b\n" and done.stdout == ""
+    )
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_says_that_work_is_kept(sent):
-    running_script = subprocess.Popen(script("print('on', flush=True); time.sleep(300)"), env=ENVIRONMENT, text=True,
-                                      stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    running_script = subprocess.Popen(
+        script("print('on', flush=True); time.sleep(300)"),
+        env=ENVIRONMENT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     assert running_script.stdout.readline() == "on\n"
     running_script.send_signal(sent)
     _, said = running_script.communicate(timeout=30)
-    assert running_script.returncode == 130 and "finished work is kept, the same command continues it" in said
+    assert (
+        running_script.returncode == 130
+        and "finished work is kept, the same command continues it" in said
+    )
 
 
 def test_every_script_sets_the_environment_before_it_loads_a_library():
     """OpenMP and tqdm read their variables once, while they are loaded."""
     for script in (WORKFLOW / "scripts").glob("[a-z]*.py"):
-        first = next(line for line in script.read_text().splitlines() if line.startswith(("import ", "from ")))
+        first = next(
+            line
+            for line in script.read_text().splitlines()
+            if line.startswith(("import ", "from "))
+        )
         assert first.startswith("import _path"), script.name
     code = "import _path, sys, os; print('torch' in sys.modules, 'tqdm' in sys.modules, os.environ['GOMP_SPINCOUNT'])"
-    said = subprocess.run([sys.executable, "-c", code], cwd=WORKFLOW / "scripts", capture_output=True, text=True,
-                          env={"PATH": os.environ["PATH"], "PYTHONPATH": f"{WORKFLOW}/scripts:{WORKFLOW}"})
+    said = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=WORKFLOW / "scripts",
+        capture_output=True,
+        text=True,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": f"{WORKFLOW}/scripts:{WORKFLOW}"},
+    )
     assert said.stdout.split() == ["False", "False", "1000"], said.stderr
 
 

@@ -4,7 +4,9 @@ import pytest
 import torch
 from eagle3.drafter import acceptance as metrics
 
-HITS = torch.tensor([[1, 1, 0], [1, 0, 1], [0, 1, 1], [1, 1, 1], [1, -1, -1], [-1, -1, -1]], dtype=torch.int8)
+HITS = torch.tensor(
+    [[1, 1, 0], [1, 0, 1], [0, 1, 1], [1, 1, 1], [1, -1, -1], [-1, -1, -1]], dtype=torch.int8
+)
 
 
 def test_marginal_and_conditional_accuracies_by_hand():
@@ -24,7 +26,9 @@ def test_nothing_supervised_is_an_accept_length_of_one():
 
 
 def test_replay_walks_as_a_server_does():
-    hits = torch.tensor([[-1, -1], [1, 1], [0, 0], [0, 0], [1, 0], [1, 1], [0, 0]], dtype=torch.int8)
+    hits = torch.tensor(
+        [[-1, -1], [1, 1], [0, 0], [0, 0], [1, 0], [1, 1], [0, 0]], dtype=torch.int8
+    )
     # cycles at 1 (two right, three tokens), 4 (one right, two tokens), 6 (none right, one token)
     assert metrics.replay(hits, 2) == (6, 3)
     assert metrics.replay(torch.full((3, 2), -1, dtype=torch.int8), 2) == (0, 0)

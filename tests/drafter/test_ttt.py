@@ -28,19 +28,31 @@ def turned(x, place, theta):
 
 def reference(w, config, embedding, rows, head, loss_of):
     """Mean loss per step, position by position: w maps a weight's short name to it. `head` [D, H]."""
-    eps, heads, kv = config["rms_norm_eps"], config["num_attention_heads"], config["num_key_value_heads"]
+    eps, heads, kv = (
+        config["rms_norm_eps"],
+        config["num_attention_heads"],
+        config["num_key_value_heads"],
+    )
     width, theta = config["head_dim"], config["rope_theta"]
     sums, counts = [torch.zeros(()) for _ in range(STEPS)], [0] * STEPS
     for row in rows:
-        ids, mask, length = row["input_ids"].tolist(), row["loss_mask"].tolist(), len(row["input_ids"])
+        ids, mask, length = (
+            row["input_ids"].tolist(),
+            row["loss_mask"].tolist(),
+            len(row["input_ids"]),
+        )
         states = {t: w["fc"] @ row["aux"][t] for t in range(length)}
         keys, values = [], []
         for step in range(STEPS):
             places = [t for t in range(length) if t + 1 + step < length]
             queries, step_keys, step_values = {}, {}, {}
             for t in places:
-                x = torch.cat([rms(embedding[ids[t + 1 + step]], w["input_layernorm"], eps),
-                               rms(states[t], w["hidden_norm"], eps)])
+                x = torch.cat(
+                    [
+                        rms(embedding[ids[t + 1 + step]], w["input_layernorm"], eps),
+                        rms(states[t], w["hidden_norm"], eps),
+                    ]
+                )
                 split = {n: (w[f"{n}_proj"] @ x).reshape(-1, width) for n in "qkv"}
                 queries[t] = [turned(head_q, t + step, theta) for head_q in split["q"]]
                 step_keys[t] = [turned(head_k, t + step, theta) for head_k in split["k"]]
@@ -53,7 +65,9 @@ def reference(w, config, embedding, rows, head, loss_of):
                 outs = []
                 for h in range(heads):
                     group = h // (heads // kv)
-                    scores = torch.stack([queries[t][h] @ keys[k][j][group] / math.sqrt(width) for k, j in seen])
+                    scores = torch.stack(
+                        [queries[t][h] @ keys[k][j][group] / math.sqrt(width) for k, j in seen]
+                    )
                     chances = scores.softmax(0)
                     outs.append(sum(c * values[k][j][group] for c, (k, j) in zip(chances, seen)))
                 x = states[t] + w["o_proj"] @ torch.cat(outs)
@@ -70,15 +84,25 @@ def reference(w, config, embedding, rows, head, loss_of):
     return [total / max(1, count) for total, count in zip(sums, counts)]
 
 
-LOSSES = {"soft_cross_entropy": lambda p, q: -(p * q).sum(), "total_variation": lambda p, q: (p - q.exp()).abs().sum() / 2,
-          "log_acceptance": lambda p, q: -torch.minimum(p, q.exp()).sum().log()}
+LOSSES = {
+    "soft_cross_entropy": lambda p, q: -(p * q).sum(),
+    "total_variation": lambda p, q: (p - q.exp()).abs().sum() / 2,
+    "log_acceptance": lambda p, q: -torch.minimum(p, q.exp()).sum().log(),
+}
 
 
 def expected(drafter, head, rows, kind):
     """(loss per step, gradient by full name) of the reference."""
-    short = {name.removesuffix(".weight").split(".")[-1]: name for name, _ in drafter.named_parameters()}
-    w = {key: dict(drafter.named_parameters())[name].detach().clone().requires_grad_() for key, name in short.items()}
-    losses = reference(w, drafter.config, drafter.embedding, rows, head[drafter.draft_ids], LOSSES[kind])
+    short = {
+        name.removesuffix(".weight").split(".")[-1]: name for name, _ in drafter.named_parameters()
+    }
+    w = {
+        key: dict(drafter.named_parameters())[name].detach().clone().requires_grad_()
+        for key, name in short.items()
+    }
+    losses = reference(
+        w, drafter.config, drafter.embedding, rows, head[drafter.draft_ids], LOSSES[kind]
+    )
     sum(DECAY**k * loss for k, loss in enumerate(losses)).backward()
     return [loss.item() for loss in losses], {name: w[key].grad for key, name in short.items()}
 
@@ -119,9 +143,15 @@ def test_gradients_follow_what_comes_after_the_loss():
     found = []
     for factor in (1.0, 3.0):
         drafter.zero_grad()
-        (factor * unrolled.loss(drafter, layout, head[drafter.draft_ids], recipe, torch.ones(STEPS))[0]).backward()
+        (
+            factor
+            * unrolled.loss(drafter, layout, head[drafter.draft_ids], recipe, torch.ones(STEPS))[0]
+        ).backward()
         found.append({name: p.grad.clone() for name, p in drafter.named_parameters()})
-    assert all(torch.allclose(3 * found[0][name], found[1][name], rtol=1e-4, atol=1e-5) for name in found[0])
+    assert all(
+        torch.allclose(3 * found[0][name], found[1][name], rtol=1e-4, atol=1e-5)
+        for name in found[0]
+    )
 
 
 def test_the_paths_hit_the_same_tokens():
@@ -129,7 +159,9 @@ def test_the_paths_hit_the_same_tokens():
     rows = training.rows()
     batch = ttt.collate(rows)
     slow = ttt.hits(drafter, batch, ttt.target_choices(batch, head), STEPS)
-    fast = unrolled.hits(drafter, layouts.plan(rows, STEPS), head, unrolled.Recipe(STEPS, torch.float32))
+    fast = unrolled.hits(
+        drafter, layouts.plan(rows, STEPS), head, unrolled.Recipe(STEPS, torch.float32)
+    )
     some = (slow >= 0).any(1)
     assert (slow == 1).any() and torch.equal(slow[some], fast[(fast >= 0).any(1)])
 
@@ -162,6 +194,6 @@ def test_nothing_supervised_is_a_zero_that_hangs_on_the_weights():
 
 def test_active_rows_are_as_the_layout_module_says():
     layout = layouts.plan([training.make_row("a", [False] * 4 + [True] * 4, 0)], 2)
-    assert layout.rows[:layout.sizes["active"]].tolist() == [1, 2, 3, 4, 5]
+    assert layout.rows[: layout.sizes["active"]].tolist() == [1, 2, 3, 4, 5]
     assert layout.sizes["positions"] == 6 and layout.sizes["tokens"] == 7
     assert replace(layout, names=[]).counts.tolist() == [4, 4]

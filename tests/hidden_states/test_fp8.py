@@ -26,7 +26,9 @@ def test_quantising_twice_changes_nothing():
 
 def test_extremes():
     """Zeros stay zeros, a bf16-sized 1e38 comes back, and NaN does not raise (the row is quarantined elsewhere)."""
-    x = torch.tensor([[0.0] * 4, [1e38, -1e38, 1.0, 0.0], [1e-38] * 4, [float("nan")] * 4, [float("inf")] * 4])
+    x = torch.tensor(
+        [[0.0] * 4, [1e38, -1e38, 1.0, 0.0], [1e-38] * 4, [float("nan")] * 4, [float("inf")] * 4]
+    )
     y = fp8.dequantise(*fp8.quantise(x, 4)).float()
     assert torch.equal(y[0], x[0]) and torch.allclose(y[1, :2], x[1, :2], rtol=1 / 16)
     assert torch.isfinite(y[2]).all()

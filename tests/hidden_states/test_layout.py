@@ -28,12 +28,19 @@ def test_any_safetensors_reader_understands_the_file(tmp_path, dtype):
 
 def test_size_is_known_before_writing():
     """Against the library's own size for the same tensors; the header may be padded by less than 64 bytes."""
-    tensors = {"offsets": torch.zeros(4, dtype=torch.int64), "input_ids": torch.zeros(9, dtype=torch.int32),
-               "aux": torch.zeros(9, 288, dtype=torch.bfloat16), "last": torch.zeros(9, 96, dtype=torch.bfloat16),
-               "loss_mask": torch.zeros(9, dtype=torch.bool)}
+    tensors = {
+        "offsets": torch.zeros(4, dtype=torch.int64),
+        "input_ids": torch.zeros(9, dtype=torch.int32),
+        "aux": torch.zeros(9, 288, dtype=torch.bfloat16),
+        "last": torch.zeros(9, 96, dtype=torch.bfloat16),
+        "loss_mask": torch.zeros(9, dtype=torch.bool),
+    }
     size = Layout([3, 5, 1], 96, "bfloat16").size
     assert abs(size - len(save(tensors))) < 128
-    assert size - len(Layout([3, 5, 1], 96, "bfloat16").header) == 9 * bytes_per_token(96, "bfloat16") + 32
+    assert (
+        size - len(Layout([3, 5, 1], 96, "bfloat16").header)
+        == 9 * bytes_per_token(96, "bfloat16") + 32
+    )
 
 
 def test_a_token_has_its_place(tmp_path):
@@ -45,7 +52,9 @@ def test_a_token_has_its_place(tmp_path):
     assert again.starts == [0, 3, 8] and again.regions == made.regions and again.dtype == "bfloat16"
 
 
-@pytest.mark.parametrize("content", [b"", b"123", b"\xff" * 100, (5).to_bytes(8, "little") + b"hello"])
+@pytest.mark.parametrize(
+    "content", [b"", b"123", b"\xff" * 100, (5).to_bytes(8, "little") + b"hello"]
+)
 def test_other_files_are_refused(tmp_path, content):
     (tmp_path / "bad").write_bytes(content)
     with pytest.raises(ValueError):

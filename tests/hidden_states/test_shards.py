@@ -18,7 +18,12 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 H = 32
-IDENTITY = {"target_digest": "t", "layers": [2, 4, 5], "last_is": "after_final_norm", "hidden_size": H}
+IDENTITY = {
+    "target_digest": "t",
+    "layers": [2, 4, 5],
+    "last_is": "after_final_norm",
+    "hidden_size": H,
+}
 
 
 def records(count, seed=0, longest=40):
@@ -26,19 +31,30 @@ def records(count, seed=0, longest=40):
     made = []
     for n in range(count):
         ids = [chooser.randrange(400) for _ in range(chooser.randrange(4, longest))]
-        made.append(Record(f"{seed}-{n}", ids, [i % 2 == 0 for i in ids], "validation" if n % 5 == 4 else "train"))
+        made.append(
+            Record(
+                f"{seed}-{n}",
+                ids,
+                [i % 2 == 0 for i in ids],
+                "validation" if n % 5 == 4 else "train",
+            )
+        )
     return made
 
 
 def states(record):
     """Random states [L, 4H] that depend on the record alone."""
-    return torch.randn(len(record.input_ids), 4 * H, generator=torch.Generator().manual_seed(hash(record.id) % 2**31))
+    return torch.randn(
+        len(record.input_ids),
+        4 * H,
+        generator=torch.Generator().manual_seed(hash(record.id) % 2**31),
+    )
 
 
 def fill(writer, dtype, order=None):
     for row in order or range(len(writer.records)):
         made = states(writer.records[row])
-        stored = states_to_store(list(made[:, : 3 * H].chunk(3, -1)), made[:, 3 * H:], dtype)
+        stored = states_to_store(list(made[:, : 3 * H].chunk(3, -1)), made[:, 3 * H :], dtype)
         writer.write(row, stored, 0, len(made))
 
 
@@ -46,25 +62,38 @@ def make_folder(folder: Path, seed=0, count=12, per_shard=4, dtype="bfloat16") -
     folder.mkdir(parents=True)
     rows, entries = records(count, seed), []
     for n in range(0, count, per_shard):
-        writer = ShardWriter(folder, f"{seed}{n}", rows[n:n + per_shard], H, dtype)
+        writer = ShardWriter(folder, f"{seed}{n}", rows[n : n + per_shard], H, dtype)
         fill(writer, dtype)
         entries.append(writer.finish())
     shards.write_manifest(folder, {**IDENTITY, "dtype": dtype}, entries)
     return folder
 
 
-@pytest.mark.parametrize("dtype,tolerance", [("float32", 0), ("bfloat16", 2**-8), ("float8_e4m3fn", 2**-4)])
+@pytest.mark.parametrize(
+    "dtype,tolerance", [("float32", 0), ("bfloat16", 2**-8), ("float8_e4m3fn", 2**-4)]
+)
 def test_what_is_read_is_what_was_written(in_tmp, dtype, tolerance):
     folder = make_folder(in_tmp / "set", dtype=dtype)
-    found = [row for split in ("train", "validation") for row in ShardSet([folder], split, {"hidden_size": H})]
+    found = [
+        row
+        for split in ("train", "validation")
+        for row in ShardSet([folder], split, {"hidden_size": H})
+    ]
     assert {row["id"] for row in found} == {r.id for r in records(12)}
     by_id = {r.id: r for r in records(12)}
     for row in found:
         record = by_id[row["id"]]
         made = states(record)
-        assert row["input_ids"].tolist() == record.input_ids and row["loss_mask"].tolist() == record.loss_mask
-        torch.testing.assert_close(row["aux"].float(), made[:, : 3 * H], rtol=tolerance, atol=tolerance / 8)
-        torch.testing.assert_close(row["last"].float(), made[:, 3 * H:], rtol=tolerance, atol=tolerance / 8)
+        assert (
+            row["input_ids"].tolist() == record.input_ids
+            and row["loss_mask"].tolist() == record.loss_mask
+        )
+        torch.testing.assert_close(
+            row["aux"].float(), made[:, : 3 * H], rtol=tolerance, atol=tolerance / 8
+        )
+        torch.testing.assert_close(
+            row["last"].float(), made[:, 3 * H :], rtol=tolerance, atol=tolerance / 8
+        )
 
 
 def test_order_of_writing_does_not_matter(in_tmp):
@@ -76,12 +105,16 @@ def test_order_of_writing_does_not_matter(in_tmp):
         entries.append(writer.finish())
     assert (in_tmp / "a.safetensors").read_bytes() == (in_tmp / "b.safetensors").read_bytes()
     assert entries[0]["digest"] == entries[1]["digest"]
-    assert load_file(in_tmp / "a.safetensors")["input_ids"].tolist() == [i for r in group for i in r.input_ids]
+    assert load_file(in_tmp / "a.safetensors")["input_ids"].tolist() == [
+        i for r in group for i in r.input_ids
+    ]
 
 
 def test_a_row_comes_in_pieces(in_tmp):
     """Chunks of a long prompt cover the row in any order, also overlapping; before that it is not complete."""
-    writer = ShardWriter(in_tmp, "k", [Record("r", list(range(10)), [True] * 10, "train")], H, "float32")
+    writer = ShardWriter(
+        in_tmp, "k", [Record("r", list(range(10)), [True] * 10, "train")], H, "float32"
+    )
     assert not writer.cover(0, 4, 3)
     assert not writer.cover(0, 6, 4)
     assert writer.missing(0) == "6 of 10 tokens have states, the first from token 4 on"
@@ -97,9 +130,16 @@ def test_rows_with_nan_or_without_states_are_quarantined(in_tmp):
         made = states(group[row])
         if row == 1:
             made[3, H + 4] = float("inf")
-        writer.write(row, states_to_store(list(made[:, : 3 * H].chunk(3, -1)), made[:, 3 * H:], "bfloat16"), 0, len(made))
+        writer.write(
+            row,
+            states_to_store(list(made[:, : 3 * H].chunk(3, -1)), made[:, 3 * H :], "bfloat16"),
+            0,
+            len(made),
+        )
     entry = writer.finish()
-    assert entry["splits"] == ["train", "quarantined", "train", "quarantined"] and entry["rows"] == 2
+    assert (
+        entry["splits"] == ["train", "quarantined", "train", "quarantined"] and entry["rows"] == 2
+    )
     assert [q["id"] for q in entry["quarantined"]] == [group[1].id, group[3].id]
     assert entry["quarantined"][0]["reason"] == "NaN or inf in second layer from token 3 on"
     assert "0 of" in entry["quarantined"][1]["reason"]
@@ -126,9 +166,18 @@ def damage_swap(path):
     path.write_bytes(other.read_bytes())
 
 
-@pytest.mark.parametrize("damage", [damage_flip, damage_head, damage_swap, os.unlink,
-                                    lambda p: os.truncate(p, p.stat().st_size // 2), lambda p: os.truncate(p, 0)],
-                         ids=["bit flip", "header", "another shard", "missing", "half", "empty"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        damage_flip,
+        damage_head,
+        damage_swap,
+        os.unlink,
+        lambda p: os.truncate(p, p.stat().st_size // 2),
+        lambda p: os.truncate(p, 0),
+    ],
+    ids=["bit flip", "header", "another shard", "missing", "half", "empty"],
+)
 def test_every_damage_is_found_and_named(in_tmp, damage):
     """catalogue D11, D14: with the file's name and the command that rebuilds it."""
     folder = make_folder(in_tmp / "set")
@@ -147,7 +196,7 @@ def test_every_byte_is_under_the_digest(in_tmp):
     path = folder / entry["file"]
     content = path.read_bytes()
     for place in range(0, len(content), 37):
-        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1:])
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         assert shards.damaged(folder, entry), f"byte {place}"
     path.write_bytes(content)
     assert not shards.damaged(folder, entry)
@@ -162,13 +211,20 @@ def test_a_file_truncated_while_open_set_exists_is_refused_not_a_crash(in_tmp):
         data[0]
 
 
-@pytest.mark.parametrize("field,value", [("target_digest", "other"), ("layers", [1, 2, 3]), ("last_is", "before the norm")])
+@pytest.mark.parametrize(
+    "field,value",
+    [("target_digest", "other"), ("layers", [1, 2, 3]), ("last_is", "before the norm")],
+)
 def test_a_manifest_that_does_not_fit_is_refused(in_tmp, field, value):
     """catalogue D07, D13: naming the field and both values."""
     folder = make_folder(in_tmp / "set")
     with pytest.raises(Refusal) as refusal:
         ShardSet([folder], "train", {**IDENTITY, field: value})
-    assert field in str(refusal.value) and repr(IDENTITY[field]) in str(refusal.value) and repr(value) in str(refusal.value)
+    assert (
+        field in str(refusal.value)
+        and repr(IDENTITY[field]) in str(refusal.value)
+        and repr(value) in str(refusal.value)
+    )
 
 
 def test_an_unfinished_folder_is_refused(in_tmp):
@@ -183,7 +239,9 @@ def test_a_flip_is_harmless_to_the_file(in_tmp):
     folder = make_folder(in_tmp / "set")
     data = ShardSet([folder], "train", {})
     data[0]["aux"].zero_()
-    assert not any(shards.damaged(folder, entry) for entry in shards.read_manifest(folder)["shards"])
+    assert not any(
+        shards.damaged(folder, entry) for entry in shards.read_manifest(folder)["shards"]
+    )
 
 
 def test_workers_shuffle_across_shards_with_few_maps(in_tmp):
@@ -191,9 +249,17 @@ def test_workers_shuffle_across_shards_with_few_maps(in_tmp):
     folders = [make_folder(in_tmp / f"set{n}", seed=n, count=10, per_shard=1) for n in range(2)]
     data = ShardSet(folders, "train", {}, open_files=3)
     data[0]
-    loader = DataLoader(data, batch_size=None, shuffle=True, num_workers=2, generator=torch.Generator().manual_seed(0))
+    loader = DataLoader(
+        data,
+        batch_size=None,
+        shuffle=True,
+        num_workers=2,
+        generator=torch.Generator().manual_seed(0),
+    )
     found = [row for row in loader]
-    assert sorted(row["id"] for row in found) == sorted(identifier for _, _, identifier in data.places)
+    assert sorted(row["id"] for row in found) == sorted(
+        identifier for _, _, identifier in data.places
+    )
     for row in found:
         record = next(r for n in range(2) for r in records(10, n) if r.id == row["id"])
         assert row["input_ids"].tolist() == record.input_ids
@@ -226,9 +292,16 @@ try:
 except Refusal as refusal:
     print(refusal)
 """
-    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1],
-                          env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)})
-    assert "File too large" in made.stdout and "finished shards are kept" in made.stdout, made.stderr
+    made = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+    )
+    assert "File too large" in made.stdout and "finished shards are kept" in made.stdout, (
+        made.stderr
+    )
     assert not list(done.glob("large*"))
     ShardSet([done], "train", {})
 
@@ -238,7 +311,9 @@ def test_a_full_disk_loses_nothing_finished(in_tmp):
     """On a real small file system."""
     folder = in_tmp / "small"
     folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(folder)], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(folder)], capture_output=True
+    ).returncode:
         pytest.skip("mounting is not allowed here")
     try:
         first = ShardWriter(folder, "one", records(20), H, "float32")
@@ -246,7 +321,9 @@ def test_a_full_disk_loses_nothing_finished(in_tmp):
         entry = first.finish()
         with pytest.raises(Refusal, match="No space left on device"):
             ShardWriter(folder, "two", records(200, 5), H, "float32")
-        assert [p.name for p in folder.iterdir()] == ["one.safetensors"] and not shards.damaged(folder, entry)
+        assert [p.name for p in folder.iterdir()] == ["one.safetensors"] and not shards.damaged(
+            folder, entry
+        )
     finally:
         subprocess.run(["umount", str(folder)], check=True)
 
@@ -255,9 +332,22 @@ def test_key_depends_on_everything_that_matters():
     group = records(3)
     key = shards.shard_key(group, IDENTITY)
     assert key == shards.shard_key(records(3), dict(reversed(IDENTITY.items())))
-    changed = [shards.shard_key(group, {**IDENTITY, "layers": [1, 4, 5]}), shards.shard_key(group[::-1], IDENTITY),
-               shards.shard_key([*group[:2], Record(group[2].id, group[2].input_ids, [True] * len(group[2].input_ids),
-                                                    group[2].split)], IDENTITY)]
+    changed = [
+        shards.shard_key(group, {**IDENTITY, "layers": [1, 4, 5]}),
+        shards.shard_key(group[::-1], IDENTITY),
+        shards.shard_key(
+            [
+                *group[:2],
+                Record(
+                    group[2].id,
+                    group[2].input_ids,
+                    [True] * len(group[2].input_ids),
+                    group[2].split,
+                ),
+            ],
+            IDENTITY,
+        ),
+    ]
     assert len({key, *changed}) == 4
 
 

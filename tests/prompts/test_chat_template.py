@@ -15,6 +15,7 @@ TURNS = [{"role": "user", "content": "the river"}, {"role": "assistant", "conten
 @pytest.fixture
 def renderer(tiny_model, tmp_path):
     """Makes a renderer of the tiny tokenizer with another template."""
+
     def make(template: str | None = tiny.TEMPLATE, **info):
         folder = tmp_path / "model"
         shutil.copytree(tiny_model, folder, dirs_exist_ok=True)
@@ -24,9 +25,17 @@ def renderer(tiny_model, tmp_path):
         if template is not None:
             config["chat_template"] = template
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
-        (tmp_path / "target.json").write_text(json.dumps({
-            "path": str(folder), "chat_template_kwargs": {}, "template_date": "2025-01-01", "trust_remote_code": False,
-            **info}))
+        (tmp_path / "target.json").write_text(
+            json.dumps(
+                {
+                    "path": str(folder),
+                    "chat_template_kwargs": {},
+                    "template_date": "2025-01-01",
+                    "trust_remote_code": False,
+                    **info,
+                }
+            )
+        )
         return Renderer(Target(tmp_path))
 
     return make
@@ -46,12 +55,15 @@ def test_the_prompt_is_a_prefix_of_prompt_and_answer(renderer):
     """Catalogue A19: generate, tokenize and bench use these two calls and nothing else."""
     r = renderer()
     ids, whole = r.prompt_ids(TURNS[:1]), r.full_ids(TURNS)
-    assert whole[: len(ids)] == ids and "stone" in r.decode(whole[len(ids):])
+    assert whole[: len(ids)] == ids and "stone" in r.decode(whole[len(ids) :])
 
 
 def test_template_arguments_are_the_targets(renderer):
     """Catalogue B03: one block of arguments for every stage."""
-    template = tiny.TEMPLATE + "{% if enable_thinking is defined and not enable_thinking %}{{ '<no>' }}{% endif %}"
+    template = (
+        tiny.TEMPLATE
+        + "{% if enable_thinking is defined and not enable_thinking %}{{ '<no>' }}{% endif %}"
+    )
     plain, off = renderer(template).prompt_ids(TURNS[:1]), None
     off = renderer(template, chat_template_kwargs={"enable_thinking": False}).prompt_ids(TURNS[:1])
     assert off[: len(plain)] == plain and len(off) > len(plain)
@@ -77,7 +89,10 @@ def test_special_strings_in_text_are_found(renderer):
 
 def test_a_template_that_raises_is_one_row(renderer):
     """Catalogue A10: Jinja errors are caught per row."""
-    r = renderer("{% if messages|length > 1 %}{{ raise_exception('roles must alternate') }}{% endif %}" + tiny.TEMPLATE)
+    r = renderer(
+        "{% if messages|length > 1 %}{{ raise_exception('roles must alternate') }}{% endif %}"
+        + tiny.TEMPLATE
+    )
     r.prompt_ids(TURNS[:1])
     with pytest.raises(Reject, match="template_error: roles must alternate"):
         r.prompt_ids(TURNS)
@@ -99,6 +114,8 @@ def test_tools_reach_the_prompt_whether_the_template_prints_them_or_not(renderer
 def test_whether_history_is_kept_is_probed(renderer):
     """Catalogue B04."""
     assert probe(renderer())["history_is_kept"]
-    drops = ("{% for m in messages %}{{ m['role'] + ' ' }}"
-             "{% if loop.last or m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}")
+    drops = (
+        "{% for m in messages %}{{ m['role'] + ' ' }}"
+        "{% if loop.last or m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
+    )
     assert not probe(renderer(drops))["history_is_kept"]

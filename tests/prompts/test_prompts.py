@@ -26,8 +26,16 @@ class Words:
 
 
 def dataset(cap=None, **more):
-    return SimpleNamespace(**{"format": "auto", "columns": {}, "answers": "generate", "max_turns": 8, "max_samples": cap,
-                              **more})
+    return SimpleNamespace(
+        **{
+            "format": "auto",
+            "columns": {},
+            "answers": "generate",
+            "max_turns": 8,
+            "max_samples": cap,
+            **more,
+        }
+    )
 
 
 def rows(count):
@@ -62,29 +70,54 @@ def test_the_choice_does_not_depend_on_the_order_of_the_source():
 
 def test_exact_duplicates_are_dropped_and_counted():
     """Catalogue A17."""
-    kept, _, stats = select([*rows(5), (5, {"prompt": "row 2", "id": "another"}), (6, {"instruction": "row 3"})])
+    kept, _, stats = select(
+        [*rows(5), (5, {"prompt": "row 2", "id": "another"}), (6, {"instruction": "row 3"})]
+    )
     assert len(kept) == 5 and stats["duplicates"] == 2 and stats["usable"] == 5
     assert sorted(p.source_row for p in kept) == [0, 1, 2, 3, 4]
 
 
 def test_bad_rows_are_counted_by_reason_and_the_rest_is_kept():
     """Catalogue A01, A10, B12."""
-    bad = [(10, {"conversations": []}), (11, {"prompt": "one two three four five six seven"}), (12, {"prompt": "hi <|x|>"}),
-           (13, {"prompt": "explode"}), (14, ValueError("line 15, byte 99: no JSON")), (15, 7)]
+    bad = [
+        (10, {"conversations": []}),
+        (11, {"prompt": "one two three four five six seven"}),
+        (12, {"prompt": "hi <|x|>"}),
+        (13, {"prompt": "explode"}),
+        (14, ValueError("line 15, byte 99: no JSON")),
+        (15, 7),
+    ]
     kept, rejects, stats = select([*rows(4), *bad])
     assert len(kept) == 4
-    assert {r["row"]: r["reason"] for r in rejects} == {10: "empty", 11: "prompt_too_long", 12: "special_token_in_text",
-                                                        13: "template_error", 14: "unreadable", 15: "not_an_object"}
+    assert {r["row"]: r["reason"] for r in rejects} == {
+        10: "empty",
+        11: "prompt_too_long",
+        12: "special_token_in_text",
+        13: "template_error",
+        14: "unreadable",
+        15: "not_an_object",
+    }
     assert rejects[4]["detail"] == "line 15, byte 99: no JSON"
     assert stats["rejected"] == 6 and sum(stats["reasons"].values()) == 6 and stats["rows"] == 10
-    assert len(select([*rows(4), bad[2]], limits=LIMITS.model_copy(update={"special_tokens_in_text": "keep"}))[0]) == 5
+    assert (
+        len(
+            select(
+                [*rows(4), bad[2]],
+                limits=LIMITS.model_copy(update={"special_tokens_in_text": "keep"}),
+            )[0]
+        )
+        == 5
+    )
 
 
 def test_too_many_rejects_fail_the_stage_with_a_histogram():
     """Catalogue A01, B16: a filter that drops everything is no success."""
     _, rejects, stats = select([(0, {"prompt": "fine"}), (1, {"text": "a"}), (2, []), (3, [])])
-    with pytest.raises(Refusal, match=r"3 of 4 rows rejected.*0.5 allows \(not_an_object 2, unknown_shape 1; the first is "
-                                      "row 1: unknown_shape columns text"):
+    with pytest.raises(
+        Refusal,
+        match=r"3 of 4 rows rejected.*0.5 allows \(not_an_object 2, unknown_shape 1; the first is "
+        "row 1: unknown_shape columns text",
+    ):
         prompts.refuse_if_too_many_rejected("own", stats, rejects, 0.5)
     prompts.refuse_if_too_many_rejected("own", stats, rejects, 0.75)
     _, rejects, stats = select([])
@@ -96,7 +129,10 @@ def test_too_many_rejects_fail_the_stage_with_a_histogram():
 
 
 def test_on_policy_needs_an_answer_at_the_end():
-    rows = [(0, {"messages": [{"role": "user", "content": "q"}]}), (1, {"prompt": "q", "completion": "a"})]
+    rows = [
+        (0, {"messages": [{"role": "user", "content": "q"}]}),
+        (1, {"prompt": "q", "completion": "a"}),
+    ]
     kept, rejects, _ = select(rows, answers="on_policy")
     assert [p.source_row for p in kept] == [1] and rejects[0]["reason"] == "no_answer"
     assert kept[0].messages[-1] == {"role": "assistant", "content": "a"}
@@ -104,12 +140,33 @@ def test_on_policy_needs_an_answer_at_the_end():
 
 def test_what_is_written_is_read_back(work):
     """Messages and tools survive Parquet as they are (catalogue A04, A05), in row groups."""
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}}]
-    made = [prompts.Prompt(f"{i:032x}", [{"role": "user", "content": f"ü\u2028{i}"}, {"role": "assistant", "content": None}],
-                           tools if i % 2 else [], [i, i + 1], i) for i in range(5000)]
-    prompts.write(work / "p.parquet", iter(made), [{"row": 1, "reason": "empty", "detail": ""}], {"rows": 1})
-    assert list(prompts.read(work / "p.parquet")) == made and prompts.count(work / "p.parquet") == 5000
-    assert json.loads((work / "p.rejects.jsonl").read_text()) == {"row": 1, "reason": "empty", "detail": ""}
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}},
+        }
+    ]
+    made = [
+        prompts.Prompt(
+            f"{i:032x}",
+            [{"role": "user", "content": f"ü\u2028{i}"}, {"role": "assistant", "content": None}],
+            tools if i % 2 else [],
+            [i, i + 1],
+            i,
+        )
+        for i in range(5000)
+    ]
+    prompts.write(
+        work / "p.parquet", iter(made), [{"row": 1, "reason": "empty", "detail": ""}], {"rows": 1}
+    )
+    assert (
+        list(prompts.read(work / "p.parquet")) == made and prompts.count(work / "p.parquet") == 5000
+    )
+    assert json.loads((work / "p.rejects.jsonl").read_text()) == {
+        "row": 1,
+        "reason": "empty",
+        "detail": "",
+    }
     assert json.loads((work / "p.stats.json").read_text()) == {"rows": 1}
     first = (work / "p.parquet").read_bytes()
     prompts.write(work / "p.parquet", made, [], {})

@@ -18,8 +18,14 @@ SAMPLING = {"max_new_tokens": 8, "temperature": 0, "seed": 0}
 def make_prompts(path, count, turns=1):
     made = []
     for i in range(count):
-        messages = [m for t in range(turns) for m in ({"role": "user", "content": f"{i + 10} {t + 3}"},
-                                                       {"role": "assistant", "content": None})]
+        messages = [
+            m
+            for t in range(turns)
+            for m in (
+                {"role": "user", "content": f"{i + 10} {t + 3}"},
+                {"role": "assistant", "content": None},
+            )
+        ]
         made.append(prompts.Prompt(f"row{i:03}", messages, [], [i + 10, 3, 5], i))
     prompts.write(path, made, [], {})
     return path
@@ -83,8 +89,13 @@ def test_inputs_are_responses_plus_errors(in_tmp, journal):
     run(state, engine)
     state.publish(in_tmp / "out", {})
     errors = [json.loads(line) for line in open(in_tmp / "out" / responses.ERRORS)]
-    assert errors == [{"id": i, "turn": 0, "reason": "timeout", "detail": "slow", "tries": 3} for i in ("row002", "row005")]
-    assert sorted([r["id"] for r in rows(in_tmp / "out")] + [e["id"] for e in errors]) == [f"row{i:03}" for i in range(9)]
+    assert errors == [
+        {"id": i, "turn": 0, "reason": "timeout", "detail": "slow", "tries": 3}
+        for i in ("row002", "row005")
+    ]
+    assert sorted([r["id"] for r in rows(in_tmp / "out")] + [e["id"] for e in errors]) == [
+        f"row{i:03}" for i in range(9)
+    ]
     again = answering(in_tmp, path, journal)
     assert run(again) == 2  # what failed is tried again, what is there is not
     again.publish(in_tmp / "out", {})
@@ -93,7 +104,9 @@ def test_inputs_are_responses_plus_errors(in_tmp, journal):
 
 def test_a_missing_row_is_no_artifact(in_tmp, journal):
     with pytest.raises(Refusal, match="row000 has neither an answer nor an error"):
-        answering(in_tmp, make_prompts(in_tmp / "p.parquet", 2), journal).publish(in_tmp / "out", {})
+        answering(in_tmp, make_prompts(in_tmp / "p.parquet", 2), journal).publish(
+            in_tmp / "out", {}
+        )
     assert not (in_tmp / "out").exists()
 
 
@@ -132,7 +145,9 @@ def test_turns_are_answered_in_sequence_with_the_answers_before_them(in_tmp, jou
             history = before["prompt_ids"][:-1] + before["output_ids"]
             assert turn["prompt_ids"][: len(history)] == history
         cut = [turn["finish_reason"] == "length" for turn in row["turns"]]
-        assert not any(cut[:-1]) and (cut[-1] or len(row["turns"]) == 3)  # nothing follows half a sentence
+        assert not any(cut[:-1]) and (
+            cut[-1] or len(row["turns"]) == 3
+        )  # nothing follows half a sentence
 
 
 def test_a_kill_between_turns_continues_at_the_next_one(in_tmp, journal):
@@ -143,7 +158,9 @@ def test_a_kill_between_turns_continues_at_the_next_one(in_tmp, journal):
     assert run(answering(in_tmp, path, journal)) == 2
 
 
-def test_a_full_context_ends_the_conversation_and_a_prompt_that_never_fits_is_an_error(in_tmp, journal):
+def test_a_full_context_ends_the_conversation_and_a_prompt_that_never_fits_is_an_error(
+    in_tmp, journal
+):
     """Catalogue C12: the room is counted before anything is sent."""
     path = make_prompts(in_tmp / "p.parquet", 2, turns=3)
     state = answering(in_tmp, path, journal, context=7)
@@ -156,7 +173,9 @@ def test_a_full_context_ends_the_conversation_and_a_prompt_that_never_fits_is_an
     none = answering(in_tmp, path, journal, context=3)
     assert run(none) == 0
     none.publish(in_tmp / "none", {})
-    assert {json.loads(line)["reason"] for line in open(in_tmp / "none" / responses.ERRORS)} == {"prompt_too_long"}
+    assert {json.loads(line)["reason"] for line in open(in_tmp / "none" / responses.ERRORS)} == {
+        "prompt_too_long"
+    }
 
 
 def test_published_rows_count_on_a_machine_without_a_journal(in_tmp, journal):
@@ -169,7 +188,9 @@ def test_published_rows_count_on_a_machine_without_a_journal(in_tmp, journal):
         assert again.adopt(rows(in_tmp / "out")) == len(journal)
         assert run(again) == 0
         again.publish(in_tmp / "again", {})
-    assert (in_tmp / "again" / responses.ROWS).read_bytes() == (in_tmp / "out" / responses.ROWS).read_bytes()
+    assert (in_tmp / "again" / responses.ROWS).read_bytes() == (
+        in_tmp / "out" / responses.ROWS
+    ).read_bytes()
     with Journal(in_tmp / "warmer", {**SAMPLING, "temperature": 1}) as other:
         assert answering(in_tmp, path, other).adopt(rows(in_tmp / "out")) == 0
 
@@ -178,7 +199,9 @@ def test_broken_answers_are_counted(in_tmp):
     """Catalogue C19: corrupt output with a success status shows in the shares, not in the rows."""
     good, loop = list(range(200)), [*range(100), *[7, 8, 9] * 30]
     assert not responses.looks_broken(good, "text") and responses.looks_broken(loop, "text")
-    assert responses.looks_broken(good, "te\ufffdxt") and not responses.looks_broken(good, "cut\ufffd")
+    assert responses.looks_broken(good, "te\ufffdxt") and not responses.looks_broken(
+        good, "cut\ufffd"
+    )
     assert not responses.looks_broken([7] * 20, "short")
     with responses.writing(in_tmp / "out", {}) as writer:
         for ids in (good, loop, good):
@@ -211,9 +234,18 @@ class Rendering:
         return " ".join(map(str, ids))
 
 
-CONVERSATION = prompts.Prompt("x", [
-    {"role": "user", "content": "20 21"}, {"role": "assistant", "content": "901 30 31"},
-    {"role": "user", "content": "30 31"}, {"role": "assistant", "content": "30 31"}], [], [], 0)
+CONVERSATION = prompts.Prompt(
+    "x",
+    [
+        {"role": "user", "content": "20 21"},
+        {"role": "assistant", "content": "901 30 31"},
+        {"role": "user", "content": "30 31"},
+        {"role": "assistant", "content": "30 31"},
+    ],
+    [],
+    [],
+    0,
+)
 
 
 def supervised(turns):
@@ -226,7 +258,9 @@ def test_the_mask_of_given_answers_covers_them_exactly(in_tmp):
     """Catalogue B10, B18: found by ids, so the user's repetition of an answer is not taken for one."""
     turns = generation.given_turns(CONVERSATION, Rendering(), 100)
     assert [turn["output_ids"] for turn in turns] == [[901, 30, 31, 2], [30, 31, 2]]
-    assert supervised(turns) == [[901, 30, 31, 2, 30, 31, 2]]  # one record; the newline after the end token is not one
+    assert supervised(turns) == [
+        [901, 30, 31, 2, 30, 31, 2]
+    ]  # one record; the newline after the end token is not one
 
 
 def test_a_template_that_rewrites_history_gives_records_as_the_server_saw_them(in_tmp):

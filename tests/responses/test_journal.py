@@ -13,8 +13,16 @@ SETTINGS = {"temperature": 0, "dtype": "bfloat16", "kv_cache_dtype": "auto"}
 
 
 def row(i: int, **more) -> dict:
-    return {"key": f"{i:032x}", "id": f"row{i}", "turn": 0, "output_ids": [5, 6, i], "text": f"word\u2028{i}",
-            "finish_reason": "stop", "usage": {}, **more}
+    return {
+        "key": f"{i:032x}",
+        "id": f"row{i}",
+        "turn": 0,
+        "output_ids": [5, 6, i],
+        "text": f"word\u2028{i}",
+        "finish_reason": "stop",
+        "usage": {},
+        **more,
+    }
 
 
 @pytest.fixture
@@ -34,8 +42,10 @@ def test_what_was_appended_is_found_after_reopening(folder):
 
 
 def test_an_answer_is_there_at_once_for_whoever_kills_the_process(in_tmp):
-    script = ("import os, sys; from eagle3.responses.journal import Journal; j = Journal('work', {});"
-              "j.append({'key': '0' * 32, 'output_ids': [1], 'finish_reason': 'stop'}); os.kill(os.getpid(), 9)")
+    script = (
+        "import os, sys; from eagle3.responses.journal import Journal; j = Journal('work', {});"
+        "j.append({'key': '0' * 32, 'output_ids': [1], 'finish_reason': 'stop'}); os.kill(os.getpid(), 9)"
+    )
     subprocess.run([sys.executable, "-c", script], env={"PYTHONPATH": str(ROOT / "workflow")})
     with Journal(in_tmp / "work", {}) as journal:
         assert journal.get("0" * 32)["output_ids"] == [1]
@@ -65,16 +75,29 @@ def test_a_tail_longer_than_a_block_is_repaired(folder):
         assert journal.torn == 70_000 and len(journal) == 0
 
 
-@pytest.mark.parametrize("bad", [
-    {"finish_reason": "abort"}, {"finish_reason": None}, {"output_ids": []}, {"output_ids": None}, {"output_ids": [1, None]},
-    {"output_ids": [1, "2"]}, {"output_ids": [1.0]}, {"output_ids": [True]}, {"key": None}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"finish_reason": "abort"},
+        {"finish_reason": None},
+        {"output_ids": []},
+        {"output_ids": None},
+        {"output_ids": [1, None]},
+        {"output_ids": [1, "2"]},
+        {"output_ids": [1.0]},
+        {"output_ids": [True]},
+        {"key": None},
+    ],
+)
 def test_only_verified_successes_count(folder, bad):
     """Catalogue C15: an empty or doubtful answer is none."""
     assert not is_success(row(9, **bad))
     with Journal(folder, SETTINGS) as journal:
         with pytest.raises(ValueError, match="not a finished answer"):
             journal.append(row(9, **bad))
-    with open(folder / "journal.jsonl", "a") as file:  # as an older or damaged version might have left it
+    with open(
+        folder / "journal.jsonl", "a"
+    ) as file:  # as an older or damaged version might have left it
         file.write(json.dumps(row(9, **bad)) + "\n" + "\x00\x00\n[]\n")
     with Journal(folder, SETTINGS) as journal:
         assert len(journal) == 5 and journal.broken == 3
@@ -93,7 +116,9 @@ def test_other_settings_are_named_kept_and_return(folder):
     with Journal(folder, {**SETTINGS, "kv_cache_dtype": "fp8_e4m3"}) as journal:
         assert len(journal) == 0
         [reason] = journal.foreign_reasons()
-        assert reason.startswith("5 answers were made under other settings (kv_cache_dtype 'auto', now 'fp8_e4m3'); they")
+        assert reason.startswith(
+            "5 answers were made under other settings (kv_cache_dtype 'auto', now 'fp8_e4m3'); they"
+        )
         journal.append(row(1, output_ids=[7]))
     with Journal(folder, SETTINGS) as journal:
         assert len(journal) == 5 and journal.get(f"{1:032x}")["output_ids"] == [5, 6, 1]
@@ -101,8 +126,18 @@ def test_other_settings_are_named_kept_and_return(folder):
 
 
 def test_the_key_depends_on_everything_that_decides_an_answer():
-    keys = {answer_key(*a) for a in [("s", [1, 2], 8), ("t", [1, 2], 8), ("s", [1, 2], 9), ("s", [2, 1], 8), ("s", [1], 8),
-                                     ("s", [8, 1, 2], 1), ("s", [1, 2, 8], 8)]}
+    keys = {
+        answer_key(*a)
+        for a in [
+            ("s", [1, 2], 8),
+            ("t", [1, 2], 8),
+            ("s", [1, 2], 9),
+            ("s", [2, 1], 8),
+            ("s", [1], 8),
+            ("s", [8, 1, 2], 1),
+            ("s", [1, 2, 8], 8),
+        ]
+    }
     assert len(keys) == 7 and all(len(key) == 32 for key in keys)
 
 

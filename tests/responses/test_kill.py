@@ -29,14 +29,21 @@ def make_folder(folder: Path, count: int, settings) -> Path:
     for i in range(count):
         messages = []
         for _ in range(chooser.choice((1, 1, 2, 3))):
-            messages += [{"role": "user", "content": f"{7 + i % 390} {i // 390 + 3} {chooser.randrange(3, 400)}"},
-                         {"role": "assistant", "content": None}]
+            messages += [
+                {
+                    "role": "user",
+                    "content": f"{7 + i % 390} {i // 390 + 3} {chooser.randrange(3, 400)}",
+                },
+                {"role": "assistant", "content": None},
+            ]
         ids = [int(word) for word in messages[0]["content"].split()] + [5]
         made.append(prompts.Prompt(f"row{i:05}", messages, [], ids, i))
     folder.mkdir()
     (folder / "target").symlink_to(folder.parent / "t")  # one target, so one server
     prompts.write(folder / "prompts.parquet", made, [], {})
-    (folder / "settings.json").write_text(json.dumps({"server": settings.model_dump(), "concurrency": 8}))
+    (folder / "settings.json").write_text(
+        json.dumps({"server": settings.model_dump(), "concurrency": 8})
+    )
     return folder
 
 
@@ -50,8 +57,9 @@ class Runs:
     """Starts runs of generation, one after another, and waits for them."""
 
     def __init__(self):
-        self.process = subprocess.Popen([sys.executable, str(WORKER)], text=True, stdin=subprocess.PIPE,
-                                        stdout=subprocess.PIPE)
+        self.process = subprocess.Popen(
+            [sys.executable, str(WORKER)], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
 
     def start(self, folder: Path) -> None:
         self.folder = folder
@@ -85,7 +93,7 @@ def test_killed_at_random_nothing_is_lost_repeated_or_mixed(in_tmp, monkeypatch)
         runs, last = Runs(), 0
         runs.start(wild)
         while sum(killed.values()) < KILLS:
-            wait_until(lambda: len(lines(wild)) > last or not runs.running(), 120)  # noqa: B023
+            wait_until(lambda: len(lines(wild)) > last or not runs.running(), 120)
             assert runs.running(), runs.log()
             time.sleep(chooser.uniform(0, 0.2))
             what = chooser.choice(("generator", "server", "both"))
@@ -107,7 +115,9 @@ def test_killed_at_random_nothing_is_lost_repeated_or_mixed(in_tmp, monkeypatch)
         runs.finish()
     print(f"killed {dict(killed)}, {len(lines(wild))} rows")
     keys = Counter(json.loads(line)["key"] for line in lines(wild))
-    assert max(keys.values()) == 1 and keys.keys() == {json.loads(line)["key"] for line in lines(calm)}
+    assert max(keys.values()) == 1 and keys.keys() == {
+        json.loads(line)["key"] for line in lines(calm)
+    }
     assert (wild / "out/errors.jsonl").read_bytes() == b""
     for name in ("raw_responses.jsonl", "errors.jsonl", "fingerprint.json"):
         assert (wild / "out" / name).read_bytes() == (calm / "out" / name).read_bytes(), name

@@ -22,7 +22,9 @@ def target(in_tmp):
 
 def run(target, urls, requests, on_result=None, sampling=GREEDY, **runtime):
     """Results by row, and the engine; every request must be answered exactly once."""
-    runtime = schema.Runtime(**{"concurrency": 16, "request_timeout": 20, "stall_timeout": 10, **runtime})
+    runtime = schema.Runtime(
+        **{"concurrency": 16, "request_timeout": 20, "stall_timeout": 10, **runtime}
+    )
     engine = SGLangEngine(target, sampling, schema.Server(endpoints=urls), runtime, say=print)
     results = {}
 
@@ -55,7 +57,14 @@ def test_answers_are_the_servers_ids(target, in_tmp):
 def test_a_server_that_refuses_cuts_and_lies_costs_no_row(target):
     """Catalogue C15 (an answer without choices is no answer), C16 (busy is no failure), C19 (aborted is no answer)."""
     requests = serving.requests(150)
-    faults = {"refuse": 0.15, "cut": 0.1, "garbage": 0.1, "wrong_ids": 0.1, "wrong_row": 0.1, "abort": 0.05}
+    faults = {
+        "refuse": 0.15,
+        "cut": 0.1,
+        "garbage": 0.1,
+        "wrong_ids": 0.1,
+        "wrong_row": 0.1,
+        "abort": 0.05,
+    }
     with serving.started(target, **faults) as (url, _):
         results, engine = run(target, [url], requests, max_tries=60)
     assert_all_right(requests, results)
@@ -68,8 +77,12 @@ def test_a_row_that_the_server_turns_down_is_an_error_at_once(target):
     with serving.started(target, reject=3 + 7) as (url, _):
         results, engine = run(target, [url], requests)
     failed = [r for r in results.values() if r.error]
-    assert {r.request.row_id for r in failed} >= {"row7"} and all(10 in r.request.prompt_ids for r in failed)
-    assert failed[0].error == "http_400" and failed[0].tries == 1 and "not for us" in failed[0].detail
+    assert {r.request.row_id for r in failed} >= {"row7"} and all(
+        10 in r.request.prompt_ids for r in failed
+    )
+    assert (
+        failed[0].error == "http_400" and failed[0].tries == 1 and "not for us" in failed[0].detail
+    )
     assert not engine.counts
 
 
@@ -82,7 +95,10 @@ def test_tries_end_and_say_why(target):
 def test_a_request_has_a_deadline_of_its_own(target):
     """Catalogue C13: the time runs from sending, and queued requests do not share one clock."""
     requests = serving.requests(40)
-    with serving.started(target, late=0.2) as (url, _):  # 40 requests, 4 at once: 2 s in all, more than one deadline
+    with serving.started(target, late=0.2) as (
+        url,
+        _,
+    ):  # 40 requests, 4 at once: 2 s in all, more than one deadline
         results, engine = run(target, [url], requests, concurrency=4, request_timeout=1.0)
         assert_all_right(requests, results)
         assert not engine.counts
@@ -97,7 +113,10 @@ def test_a_long_answer_is_no_stall_and_a_silent_server_is(target):
     with serving.started(target, late=1.5) as (url, _):
         results, _ = run(target, [url], serving.requests(4), concurrency=1, stall_timeout=1000)
         assert not any(r.error for r in results.values())
-    with serving.started(target, stall_at=5) as (url, _), pytest.raises(Refusal, match="no token from http.* for 1 s"):
+    with (
+        serving.started(target, stall_at=5) as (url, _),
+        pytest.raises(Refusal, match="no token from http.* for 1 s"),
+    ):
         run(target, [url], serving.requests(30), stall_timeout=1)
 
 
@@ -106,8 +125,12 @@ def test_a_stalled_server_is_restarted_and_costs_no_row(target, monkeypatch):
     ready until the supervisor has ended it, and believing that used up the tries of every row in flight."""
     monkeypatch.setenv("MISBEHAVE", json.dumps({"stall_at": 20, "deaf": True}))
     requests = serving.requests(50)
-    settings = serving.server_settings(max_restarts=8, stop_timeout=1.5)  # a slow end, as the real one's
-    engine = SGLangEngine(target, GREEDY, settings, schema.Runtime(concurrency=8, stall_timeout=1.5), say=print)
+    settings = serving.server_settings(
+        max_restarts=8, stop_timeout=1.5
+    )  # a slow end, as the real one's
+    engine = SGLangEngine(
+        target, GREEDY, settings, schema.Runtime(concurrency=8, stall_timeout=1.5), say=print
+    )
     results = {}
     with engine:
         engine.run(iter(requests), lambda result: results.__setitem__(result.request.key, result))
@@ -142,13 +165,18 @@ def test_a_row_that_kills_the_server_ends_alone(target, in_tmp, monkeypatch):
     monkeypatch.setenv("MISBEHAVE", json.dumps({"poison": 3 + 30, "late": 0.01}))
     requests = [r for r in serving.requests(60) if 33 not in r.prompt_ids[1:]]
     settings = serving.server_settings(max_restarts=8)
-    engine = SGLangEngine(target, GREEDY, settings, schema.Runtime(concurrency=16, stall_timeout=20), say=print)
+    engine = SGLangEngine(
+        target, GREEDY, settings, schema.Runtime(concurrency=16, stall_timeout=20), say=print
+    )
     results = {}
     with engine:
         engine.run(iter(requests), lambda result: results.__setitem__(result.request.key, result))
     failed = [r for r in results.values() if r.error]
     assert [(r.request.row_id, r.error) for r in failed] == [("row30", "server_died")]
-    assert_all_right([r for r in requests if r.row_id != "row30"], {k: r for k, r in results.items() if not r.error})
+    assert_all_right(
+        [r for r in requests if r.row_id != "row30"],
+        {k: r for k, r in results.items() if not r.error},
+    )
 
 
 def test_following_requests_run_before_new_ones(target):
@@ -165,13 +193,26 @@ def test_following_requests_run_before_new_ones(target):
     with serving.started(target) as (url, _):
         results, _ = run(target, [url], requests, on_result, concurrency=1)
     assert len(results) == 60
-    assert [key[1:] for key in order[::2]] == [key[1:] for key in order[1::2]]  # each turn right after its predecessor
+    assert [key[1:] for key in order[::2]] == [
+        key[1:] for key in order[1::2]
+    ]  # each turn right after its predecessor
 
 
 def test_sampling_reaches_the_server(target):
-    engine = SGLangEngine(target, schema.Sampling(max_new_tokens=8, temperature=0.7, top_p=0.9, seed=3), schema.Server(),
-                          schema.Runtime())
+    engine = SGLangEngine(
+        target,
+        schema.Sampling(max_new_tokens=8, temperature=0.7, top_p=0.9, seed=3),
+        schema.Server(),
+        schema.Runtime(),
+    )
     request = serving.requests(1)[0]
     params = engine._sampling_params(request)
-    assert (params["temperature"], params["top_p"], params["top_k"], params["sampling_seed"]) == (0.7, 0.9, -1, request.seed)
-    assert "sampling_seed" not in SGLangEngine(target, GREEDY, schema.Server(), schema.Runtime())._sampling_params(request)
+    assert (params["temperature"], params["top_p"], params["top_k"], params["sampling_seed"]) == (
+        0.7,
+        0.9,
+        -1,
+        request.seed,
+    )
+    assert "sampling_seed" not in SGLangEngine(
+        target, GREEDY, schema.Server(), schema.Runtime()
+    )._sampling_params(request)

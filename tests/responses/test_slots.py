@@ -46,8 +46,12 @@ def most_at_once(path: Path, tasks: int = 12) -> int:
 def test_a_process_has_what_others_leave_and_gets_back_what_the_dead_held(in_tmp):
     slots = in_tmp / "slots"
     assert most_at_once(slots) == 5
-    other = subprocess.Popen([sys.executable, "-c", HOLDER, "3"], stdout=subprocess.PIPE, text=True,
-                             env={"PYTHONPATH": ":".join(sys.path)})
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, "3"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={"PYTHONPATH": ":".join(sys.path)},
+    )
     try:
         assert other.stdout.readline() == "held\n"
         assert most_at_once(slots) == 2
@@ -58,8 +62,12 @@ def test_a_process_has_what_others_leave_and_gets_back_what_the_dead_held(in_tmp
 
 
 def test_who_finds_all_taken_waits(in_tmp):
-    other = subprocess.Popen([sys.executable, "-c", HOLDER, "5"], stdout=subprocess.PIPE, text=True,
-                             env={"PYTHONPATH": ":".join(sys.path)})
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, "5"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={"PYTHONPATH": ":".join(sys.path)},
+    )
     assert other.stdout.readline() == "held\n"
     begun, seconds = time.monotonic(), 0.5
 

@@ -45,7 +45,10 @@ def test_a_run_as_others_see_it(project):
     bar.failed("timeout")
     bar._write()
     line = status.of_dataset("own")
-    assert line.startswith("own: running, 6/6 rows, 450 tokens, ") and "tokens/s in the last minute" in line
+    assert (
+        line.startswith("own: running, 6/6 rows, 450 tokens, ")
+        and "tokens/s in the last minute" in line
+    )
     assert "left" in line and "25% cut" in line and line.endswith("errors: timeout 1")
     bar.__exit__(None, None, None)
     assert status.of_dataset("own").startswith("own: finished 0:0")
@@ -56,8 +59,18 @@ def test_after_a_crash_it_says_stopped(project):
     path = project / ".work/generate/own/status.json"
     dead = subprocess.Popen(["true"])
     dead.wait()
-    path.write_text(json.dumps({**json.loads(path.read_text()), "process": [dead.pid, 1], "updated": time.time() - 3700}))
-    assert status.of_dataset("own").startswith("own: stopped 1:01:4") and "left" not in status.of_dataset("own")
+    path.write_text(
+        json.dumps(
+            {
+                **json.loads(path.read_text()),
+                "process": [dead.pid, 1],
+                "updated": time.time() - 3700,
+            }
+        )
+    )
+    assert status.of_dataset("own").startswith(
+        "own: stopped 1:01:4"
+    ) and "left" not in status.of_dataset("own")
 
 
 def test_rows_made_elsewhere_and_none_at_all(project):
@@ -72,8 +85,14 @@ def test_the_server_with_its_metrics_and_without(project):
     assert status.of_server([]) == ["server: none was started here"]
     with server.lease(serving.server_settings(), target, say=lambda text: None) as lease:
         [line] = status.of_server([])
-        assert "ready for 0:0" in line and "0 restarts, running 0, queued 0, KV cache 25%, tokens/s 123" in line
-        assert status.of_server([lease.urls[0], "http://127.0.0.1:9"])[1] == "server http://127.0.0.1:9: no answer"
+        assert (
+            "ready for 0:0" in line
+            and "0 restarts, running 0, queued 0, KV cache 25%, tokens/s 123" in line
+        )
+        assert (
+            status.of_server([lease.urls[0], "http://127.0.0.1:9"])[1]
+            == "server http://127.0.0.1:9: no answer"
+        )
     serving.wait_until(lambda: server.read_state()["phase"] == "stopped")
     serving.wait_until(lambda: not server.alive(server.read_state()))
     assert status.of_server([])[0].endswith(": stopped")
@@ -83,23 +102,41 @@ def test_a_server_on_another_machine_of_a_shared_folder_is_told_from_ours(projec
     """Its process number must not be looked for here."""
     folder = server.SERVERS / "another-machine"
     folder.mkdir(parents=True)
-    (folder / "state.json").write_text(json.dumps({"phase": "ready", "supervisor": [os.getpid(), 1], "url": "http://x"}))
+    (folder / "state.json").write_text(
+        json.dumps({"phase": "ready", "supervisor": [os.getpid(), 1], "url": "http://x"})
+    )
     [line] = status.of_server([])
-    assert line.startswith("server on another-machine: ready when it last wrote, 0:0") and server.read_state() == {}
+    assert (
+        line.startswith("server on another-machine: ready when it last wrote, 0:0")
+        and server.read_state() == {}
+    )
 
 
 def test_the_command_prints_plain_lines_to_a_pipe(project):
     record(project)
     script = Path(status.__file__).parents[2] / "scripts/status.py"
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=project, check=True)
-    assert done.stdout.splitlines()[0].startswith("own: stopped") or done.stdout.startswith("own: running")
-    assert "\x1b" not in done.stdout and done.stdout.splitlines()[-1] == "server: none was started here"
-    watch = subprocess.Popen([sys.executable, script, "--watch", "0.1"], stdout=subprocess.PIPE, text=True, cwd=project)
-    lines = [watch.stdout.readline() for _ in range(5)]  # several rounds arrive at once: nothing is held back
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, cwd=project, check=True
+    )
+    assert done.stdout.splitlines()[0].startswith("own: stopped") or done.stdout.startswith(
+        "own: running"
+    )
+    assert (
+        "\x1b" not in done.stdout
+        and done.stdout.splitlines()[-1] == "server: none was started here"
+    )
+    watch = subprocess.Popen(
+        [sys.executable, script, "--watch", "0.1"], stdout=subprocess.PIPE, text=True, cwd=project
+    )
+    lines = [
+        watch.stdout.readline() for _ in range(5)
+    ]  # several rounds arrive at once: nothing is held back
     watch.terminate()
     watch.wait()
     assert sum(line.startswith("own: ") for line in lines) >= 2 and "\x1b" not in "".join(lines)
-    told = subprocess.run([sys.executable, script, "--json"], capture_output=True, text=True, cwd=project, check=True)
+    told = subprocess.run(
+        [sys.executable, script, "--json"], capture_output=True, text=True, cwd=project, check=True
+    )
     assert json.loads(told.stdout)["own"]["tokens"] >= 50
 
 

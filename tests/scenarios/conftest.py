@@ -14,13 +14,23 @@ import pytest
 import tiny
 
 CHAIN = ("prepare", "generate", "tokenize", "extract")
-STAGES = {"target", "vocab", "train", "bench", *(f"{stage}@{name}" for stage in CHAIN for name in ("one", "given"))}
+STAGES = {
+    "target",
+    "vocab",
+    "train",
+    "bench",
+    *(f"{stage}@{name}" for stage in CHAIN for name in ("one", "given")),
+}
 
 
 def pytest_collection_modifyitems(config, items):
     """`make test` has the quick ones, `make test-scenarios` all."""
     if "EAGLEMAKE_SCENARIOS" not in os.environ:
-        left_out = [item for item in items if Path(__file__).parent in item.path.parents and not item.get_closest_marker("quick")]
+        left_out = [
+            item
+            for item in items
+            if Path(__file__).parent in item.path.parents and not item.get_closest_marker("quick")
+        ]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
 
@@ -36,13 +46,17 @@ class Project:
         return self.folder / name
 
     def snakemake(self, *arguments: str, check: bool = True) -> str:
-        return tiny.run(self.folder, "snakemake", "--cores", "2", *(arguments or ("bench",)), check=check).stdout
+        return tiny.run(
+            self.folder, "snakemake", "--cores", "2", *(arguments or ("bench",)), check=check
+        ).stdout
 
     def dvc(self, *arguments: str, check: bool = True) -> str:
         return tiny.run(self.folder, "dvc", *arguments, check=check).stdout
 
     def git(self, *arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=self.folder, check=True, capture_output=True, text=True).stdout
+        return subprocess.run(
+            ["git", *arguments], cwd=self.folder, check=True, capture_output=True, text=True
+        ).stdout
 
     def build(self, tool: str) -> str:
         return self.snakemake() if tool == "snakemake" else self.dvc("repro")
@@ -50,7 +64,7 @@ class Project:
     def ran(self) -> list[str]:
         """Stages whose process began its work since the last call, in order."""
         started = self._started()
-        new, self.asked = started[self.asked:], len(started)
+        new, self.asked = started[self.asked :], len(started)
         return [line.split()[2] for line in new]
 
     def _started(self) -> list[str]:
@@ -72,8 +86,11 @@ class Project:
     def stale(self) -> set[str]:
         """Stages that `dvc status` names."""
         output = self.dvc("status")
-        return {line.rstrip(":").strip() for line in output.splitlines()
-                if line.endswith(":") and not line.startswith((" ", "\t"))}
+        return {
+            line.rstrip(":").strip()
+            for line in output.splitlines()
+            if line.endswith(":") and not line.startswith((" ", "\t"))
+        }
 
     def assert_fresh(self) -> None:
         assert self.stale() == set() and self.planned() == set()
@@ -99,7 +116,10 @@ class Project:
 @pytest.fixture(scope="session")
 def template(tmp_path_factory) -> Path:
     """Built through Snakemake, committed in git. The other tests have copies."""
-    folder = tiny.make_project(tmp_path_factory.mktemp("template") / "project", {"one": (12, "generate"), "given": (8, "on_policy")})
+    folder = tiny.make_project(
+        tmp_path_factory.mktemp("template") / "project",
+        {"one": (12, "generate"), "given": (8, "on_policy")},
+    )
     own_site_cache(folder)
     project = Project(folder)
     project.edit_params(records__validation_share=0.5)
@@ -126,7 +146,9 @@ def pair(copy) -> tuple[Project, Project]:
 
 def duplicate(source: Path, target: Path) -> Path:
     """A copy with its own DVC cache, all times kept; links into the old cache lead into the new one."""
-    shutil.copytree(source, target, symlinks=True, ignore=shutil.ignore_patterns("tmp", "__pycache__"))
+    shutil.copytree(
+        source, target, symlinks=True, ignore=shutil.ignore_patterns("tmp", "__pycache__")
+    )
     for path in (target / "data").rglob("*"):
         if path.is_symlink() and str(source) in os.readlink(path):
             stat, destination = path.lstat(), os.readlink(path).replace(str(source), str(target))

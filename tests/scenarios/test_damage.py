@@ -17,8 +17,14 @@ pytestmark = pytest.mark.timeout(1800)  # stages are real processes; a busy mach
 
 
 def start(project: Project, *command: str) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-m", *command], cwd=project.folder, text=True, start_new_session=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return subprocess.Popen(
+        [sys.executable, "-m", *command],
+        cwd=project.folder,
+        text=True,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
 def wait_for_start(project: Project, stage: str, timeout: float = 300) -> int:
@@ -55,9 +61,13 @@ def assert_all_end(project: Project, timeout: float = 60) -> None:
     assert processes_in(project) == []
 
 
-@pytest.mark.parametrize("how", ["replaced", pytest.param("written through the link", marks=pytest.mark.quick), "deleted"])
+@pytest.mark.parametrize(
+    "how",
+    ["replaced", pytest.param("written through the link", marks=pytest.mark.quick), "deleted"],
+)
 def test_12_an_output_edited_by_hand_is_restored(copy, how):
     """From the cache, by either tool; not computed, and never taken for the result. Catalogue H08."""
+
     def check(project, tool):
         file = project / "data/records/one.parquet"
         whole = file.read_bytes()
@@ -69,7 +79,9 @@ def test_12_an_output_edited_by_hand_is_restored(copy, how):
             file.unlink()
             if how == "replaced":
                 file.write_bytes(whole[: len(whole) // 2])
-        if how != "written through the link":  # `dvc status` itself deletes the damaged file, and fails on the link
+        if (
+            how != "written through the link"
+        ):  # `dvc status` itself deletes the damaged file, and fails on the link
             assert "tokenize@one" in project.stale()
         assert "tokenize@one" in project.planned()
         project.build(tool)
@@ -83,10 +95,13 @@ def test_12_an_output_edited_by_hand_is_restored(copy, how):
 
 def test_artifacts_are_stored_once(copy):
     """Built by either tool, a file is in the cache and linked from data/; none is there twice. Catalogue H07."""
+
     def check(project, tool):
         project.edit_params(bench__max_new_tokens=6)
         project.build(tool)
-        files = [p for p in (project / "data").rglob("*") if not p.is_dir() and p.name != ".gitignore"]
+        files = [
+            p for p in (project / "data").rglob("*") if not p.is_dir() and p.name != ".gitignore"
+        ]
         assert len(files) > 15
         for file in files:
             assert file.is_symlink() and "/.dvc/cache/" in os.readlink(file), file
@@ -109,7 +124,9 @@ def test_07_killed_in_the_middle_then_the_other_tool(copy, tool, other):
     assert_all_end(project)
     assert serving.gone(stage)
     assert project.ran() == ["prepare@one", "generate@one"]
-    assert "generate@one" in project.planned(), "no lock and no mark of the killed run is in the way"
+    assert "generate@one" in project.planned(), (
+        "no lock and no mark of the killed run is in the way"
+    )
     assert "generate@one" in project.stale() and "prepare@one" not in project.stale()
     project.build(other)
     assert project.ran()[0] == "generate@one" and "prepare@one" not in project.ran()
@@ -185,10 +202,14 @@ def test_13_two_builds_at_once(copy):
     stage = wait_for_start(project, "train")
     os.kill(stage, signal.SIGSTOP)  # so that the first build lasts as long as the others look at it
     second = project.snakemake("bench", check=False)
-    assert "another snakemake is building here as process" in second and "cannot be locked" in second
+    assert (
+        "another snakemake is building here as process" in second and "cannot be locked" in second
+    )
     beside = start(project, "dvc", "repro", "-s", "train")
     said = beside.communicate(timeout=300)[0]
-    assert beside.returncode != 0 and ("is busy" in said or "already running" in said or "Unable to acquire lock" in said)
+    assert beside.returncode != 0 and (
+        "is busy" in said or "already running" in said or "Unable to acquire lock" in said
+    )
     os.kill(stage, signal.SIGCONT)
     assert first.communicate(timeout=300) and first.returncode == 0
     ran = project.ran()
@@ -215,12 +236,16 @@ def test_a_lock_file_that_a_kill_cut_off(copy):
         lock.write_text(left)
         refused = project.snakemake("-n", "bench", check=False)
         assert "dvc.lock is cut off" in refused and "`rm dvc.lock`" in refused, refused
-    assert "dvc.lock' validation failed" in project.dvc("status", check=False), "plain DVC names the file as well"
+    assert "dvc.lock' validation failed" in project.dvc("status", check=False), (
+        "plain DVC names the file as well"
+    )
     lock.unlink()
     project.snakemake()
     assert project.ran() == []
     project.assert_fresh()
-    assert lock.read_text() == text or sorted(lock.read_text().splitlines()) == sorted(text.splitlines())
+    assert lock.read_text() == text or sorted(lock.read_text().splitlines()) == sorted(
+        text.splitlines()
+    )
 
 
 def test_merge_conflict_in_the_lock_file(copy):
@@ -234,7 +259,9 @@ def test_merge_conflict_in_the_lock_file(copy):
         project.dvc("repro")
         project.git("commit", "-qam", branch)
     project.ran()
-    done = subprocess.run(["git", "merge", "left"], cwd=project.folder, capture_output=True, text=True)
+    done = subprocess.run(
+        ["git", "merge", "left"], cwd=project.folder, capture_output=True, text=True
+    )
     assert done.returncode != 0 and "CONFLICT" in done.stdout
     refused = project.snakemake("-n", "bench", check=False)
     assert "dvc.lock has merge conflicts; `git checkout --ours dvc.lock`" in refused, refused
@@ -257,4 +284,6 @@ def test_why_a_build_failed_stands_at_the_end(copy):
     said = project.snakemake("data/prompts/mine.parquet", check=False).splitlines()
     sentence = "logs/prepare/mine.log: data set mine is empty: its source has no rows; look at datasets.mine.source"
     (place,) = (i for i, line in enumerate(said) if line.startswith(sentence))
-    assert place > next(i for i, line in enumerate(said) if line.startswith("Error in rule prepare"))
+    assert place > next(
+        i for i, line in enumerate(said) if line.startswith("Error in rule prepare")
+    )

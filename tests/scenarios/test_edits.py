@@ -15,7 +15,12 @@ pytestmark = pytest.mark.timeout(1800)  # stages are real processes; a busy mach
 
 def everywhere(pair, check) -> None:
     """Runs `check(project, tool)` for both tools, side by side."""
-    at_once(*(lambda p=project, t=tool: check(p, t) for project, tool in zip(pair, ("snakemake", "dvc"))))
+    at_once(
+        *(
+            lambda p=project, t=tool: check(p, t)
+            for project, tool in zip(pair, ("snakemake", "dvc"))
+        )
+    )
 
 
 @pytest.mark.quick
@@ -30,6 +35,7 @@ def test_01_nothing_changed(copy):
 @pytest.mark.quick
 def test_04_comment_in_an_early_script_stops_at_that_stage(pair):
     """Catalogue G10, H20."""
+
     def check(project, tool):
         project.comment("workflow/scripts/prepare.py")
         both = ["prepare@given", "prepare@one"]
@@ -44,6 +50,7 @@ def test_04_comment_in_an_early_script_stops_at_that_stage(pair):
 
 def test_05_06_temperature_there_and_back(pair):
     """Built by one tool, the other has nothing to do; put back, nothing executes. Catalogue G11, H02."""
+
     def check(project, tool):
         project.edit_params(generate__sampling__temperature=0.7)
         assert project.stale() == {"generate@one"}
@@ -51,7 +58,12 @@ def test_05_06_temperature_there_and_back(pair):
         assert "generate.sampling.temperature 0 -> 0.7 (generate@one)" in said
         project.build(tool)
         ran = project.ran()
-        assert ran[:2] == ["generate@one", "tokenize@one"] and set(ran[2:]) == {"vocab", "extract@one", "train", "bench"}
+        assert ran[:2] == ["generate@one", "tokenize@one"] and set(ran[2:]) == {
+            "vocab",
+            "extract@one",
+            "train",
+            "bench",
+        }
         project.assert_fresh()
         project.edit_params(generate__sampling__temperature=0)
         assert "generate@one" in project.planned() and project.stale() == {"generate@one"}
@@ -67,7 +79,11 @@ def test_06_there_and_back_while_only_the_drafter_is_built(copy):
     project = copy("project")
     project.edit_params(train__lr=3e-3)
     project.snakemake("drafter")
-    assert project.ran() == ["train"] and project.stale() == {"bench"} and project.planned() == {"bench"}
+    assert (
+        project.ran() == ["train"]
+        and project.stale() == {"bench"}
+        and project.planned() == {"bench"}
+    )
     project.git("checkout", "-q", "params.yaml")
     project.snakemake("drafter")
     project.assert_fresh()
@@ -79,13 +95,17 @@ def test_08_a_data_set_comes_and_goes(pair, tmp_path):
 
     def check(project, tool):
         before = (project / "params.yaml").read_text()
-        project.edit_params(datasets__more={"answers": "on_policy", "source": {"path": str(rows)}, "max_samples": 4})
+        project.edit_params(
+            datasets__more={"answers": "on_policy", "source": {"path": str(rows)}, "max_samples": 4}
+        )
         said = project.snakemake("-n", "bench")
         assert "datasets.more added (vocab)" in said and "prepare@more: never run" in said
         assert {"prepare@more", "generate@more", "vocab"} <= project.stale()
         project.build(tool)
         ran = project.ran()
-        assert sorted(ran) == sorted([*(f"{stage}@more" for stage in CHAIN), "vocab", "train", "bench"])
+        assert sorted(ran) == sorted(
+            [*(f"{stage}@more" for stage in CHAIN), "vocab", "train", "bench"]
+        )
         project.assert_fresh()
         (project / "params.yaml").write_text(before)
         assert {"vocab", "train", "bench"} <= project.planned() and "vocab" in project.stale()
@@ -107,8 +127,15 @@ def test_09_a_raised_cap_generates_the_difference(pair):
         assert {"prepare@one", "generate@one"} <= project.planned()
         said = project.build(tool)
         assert "generate@one: 9 wanted, 6 done, 3 to go" in said
-        assert set(project.ran()) == {"prepare@one", "generate@one", "tokenize@one", "vocab", "extract@one", "train",
-                                      "bench"}
+        assert set(project.ran()) == {
+            "prepare@one",
+            "generate@one",
+            "tokenize@one",
+            "vocab",
+            "extract@one",
+            "train",
+            "bench",
+        }
         more = (project / "data/responses/one/raw_responses.jsonl").read_text().splitlines()
         assert len(more) == 9 and set(rows) <= set(more)
         project.assert_fresh()
@@ -126,7 +153,9 @@ def test_10_15_tuning_and_form_change_nothing(copy):
     content["bench"]["min_accept_length"] = 1
     content["train"]["lr"] = 1e-3
     backwards = {key: content[key] for key in reversed(content)}
-    text = yaml.safe_dump(backwards, sort_keys=False, default_flow_style=None).replace("lr: 0.001", "lr: 1.0e-3")
+    text = yaml.safe_dump(backwards, sort_keys=False, default_flow_style=None).replace(
+        "lr: 0.001", "lr: 1.0e-3"
+    )
     (project / "params.yaml").write_text("# another look\n" + text)
     project.assert_fresh()
     project.edit_params(train__lr=0.5)
@@ -137,6 +166,7 @@ def test_10_15_tuning_and_form_change_nothing(copy):
 
 def test_16_a_helper_module_reaches_exactly_its_importers(pair):
     """`export` is imported by train and bench only; its comment changes no weight."""
+
     def check(project, tool):
         project.comment("workflow/eagle3/drafter/export.py")
         assert project.stale() == {"train", "bench"}

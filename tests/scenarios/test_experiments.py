@@ -18,7 +18,10 @@ def test_experiments_are_run_compared_and_applied(copy):
     assert project.ran() == ["train", "bench"]
     changed = json.loads(project.dvc("params", "diff", "--json"))
     assert changed["params.yaml"].keys() == {"train.lr"}
-    assert (changed["params.yaml"]["train.lr"]["old"], changed["params.yaml"]["train.lr"]["new"]) == (0.001, 0.01)
+    assert (
+        changed["params.yaml"]["train.lr"]["old"],
+        changed["params.yaml"]["train.lr"]["new"],
+    ) == (0.001, 0.01)
     assert "speed_up" in project.dvc("metrics", "diff")
     assert "index.html" in project.dvc("plots", "diff", "--out", ".work/plots")
     page = (project / ".work/plots/index.html").read_text()

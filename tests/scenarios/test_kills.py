@@ -47,8 +47,13 @@ def test_killed_at_random_the_build_ends_as_if_undisturbed(copy, monkeypatch):
 
 
 def kill_often(project: Project, chance: random.Random) -> None:
-    quick, whole = [sys.executable, "-m", "eagle3.build.gate", "tokenize@one"], [
-        [sys.executable, "-m", "snakemake", "--cores", "2", "bench"], [sys.executable, "-m", "dvc", "repro"]]
+    quick, whole = (
+        [sys.executable, "-m", "eagle3.build.gate", "tokenize@one"],
+        [
+            [sys.executable, "-m", "snakemake", "--cores", "2", "bench"],
+            [sys.executable, "-m", "dvc", "repro"],
+        ],
+    )
     started = time.monotonic()
     subprocess.run(quick, cwd=project.folder, check=True, capture_output=True)
     usual = time.monotonic() - started
@@ -59,8 +64,13 @@ def kill_often(project: Project, chance: random.Random) -> None:
             # Longer than any record: another parameter, the same records, so what comes after is not disturbed.
             project.edit_params(records__max_tokens=129 + turn)
             command, longest = quick, 1.2 * usual
-        build = subprocess.Popen(command, cwd=project.folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                                 start_new_session=True)
+        build = subprocess.Popen(
+            command,
+            cwd=project.folder,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         time.sleep(chance.uniform(0, longest))
         victim = chance.choice([build.pid, *process.children(build.pid)])
         try:
@@ -112,7 +122,12 @@ def outputs(project: Project) -> dict[str, str]:
         stages = keys.read_lock()
     finally:
         os.chdir(before)
-    return {out["path"]: out["md5"] for name, stage in stages.items() if name != "bench" for out in stage["outs"]}
+    return {
+        out["path"]: out["md5"]
+        for name, stage in stages.items()
+        if name != "bench"
+        for out in stage["outs"]
+    }
 
 
 @pytest.mark.quick
@@ -122,12 +137,22 @@ def test_ctrl_c_ends_with_what_is_kept_and_training_goes_on(copy):
     project = copy("project")
     project.edit_params(train__epochs=150, runtime__checkpoint_every=5)
     before = set((project / ".work/train").rglob("update-*.pt"))
-    build = subprocess.Popen([sys.executable, "-m", "snakemake", "--cores", "2", "drafter"], cwd=project.folder, text=True,
-                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    build = subprocess.Popen(
+        [sys.executable, "-m", "snakemake", "--cores", "2", "drafter"],
+        cwd=project.folder,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
     while set((project / ".work/train").rglob("update-*.pt")) <= before:
         assert build.poll() is None, build.communicate()[0]
         time.sleep(0.1)
     os.killpg(build.pid, signal.SIGINT)
     said, _ = build.communicate()
-    assert build.returncode and "logs/train.log: interrupted; finished work is kept, the same command continues it" in said, said
+    assert (
+        build.returncode
+        and "logs/train.log: interrupted; finished work is kept, the same command continues it"
+        in said
+    ), said
     assert "continues at update" in project.snakemake("drafter")

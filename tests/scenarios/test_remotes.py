@@ -77,7 +77,9 @@ def test_14_a_colleagues_result_is_pulled_not_computed(pushed, tool):
     else:
         project.dvc("repro", "--pull")
     project.assert_fresh()
-    assert (project / "data/bench/report.json").read_text() == (colleague / "data/bench/report.json").read_text()
+    assert (project / "data/bench/report.json").read_text() == (
+        colleague / "data/bench/report.json"
+    ).read_text()
 
 
 def test_a_clone_without_pull_fetches_instead_of_computing(pushed):
@@ -103,7 +105,9 @@ def test_17_an_unreachable_remote_is_a_warning(copy, tool):
     """Catalogue H19: the message says what the remote said."""
     project = copy("project")
     project.dvc("remote", "add", "--local", "-d", "store", "s3://nowhere/store")
-    project.dvc("remote", "modify", "--local", "store", "endpointurl", f"http://127.0.0.1:{free_port()}")
+    project.dvc(
+        "remote", "modify", "--local", "store", "endpointurl", f"http://127.0.0.1:{free_port()}"
+    )
     project.dvc("remote", "modify", "--local", "store", "access_key_id", "a")
     project.dvc("remote", "modify", "--local", "store", "secret_access_key", "b")
     project.edit_params(bench__max_new_tokens=6)
@@ -125,8 +129,11 @@ def free_port() -> int:
 def s3():
     """A real S3 server on loopback. Yields its address."""
     port = free_port()
-    server = subprocess.Popen([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    server = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     address = f"http://127.0.0.1:{port}"
     try:
         for _ in range(300):
@@ -136,7 +143,9 @@ def s3():
             except OSError:
                 assert server.poll() is None, "the S3 server ended"
                 time.sleep(0.2)
-        urllib.request.urlopen(urllib.request.Request(f"{address}/store", method="PUT"), timeout=10).read()
+        urllib.request.urlopen(
+            urllib.request.Request(f"{address}/store", method="PUT"), timeout=10
+        ).read()
         yield address
     finally:
         server.terminate()
@@ -146,7 +155,11 @@ def s3():
 def test_s3_push_pull_and_run_cache(copy, s3):
     def use(project):
         project.dvc("remote", "add", "--local", "-d", "store", "s3://store/drafter")
-        for key, value in {"endpointurl": s3, "access_key_id": "a", "secret_access_key": "b"}.items():
+        for key, value in {
+            "endpointurl": s3,
+            "access_key_id": "a",
+            "secret_access_key": "b",
+        }.items():
             project.dvc("remote", "modify", "--local", "store", key, value)
 
     project = copy("project")

@@ -87,8 +87,12 @@ def test_a_second_lease_shares_the_server_and_another_configuration_replaces_it(
 def test_a_server_in_use_is_waited_for(target):
     settings, said = serving.server_settings(), []
     other = holder(target, settings, "time.sleep(2)")
-    with server.lease(settings.model_copy(update={"flags": {"tp-size": 8}}), target, say=said.append):
-        assert "--tp-size 8" in open(f"/proc/{server.read_state()['server']}/cmdline").read().replace("\0", " ")
+    with server.lease(
+        settings.model_copy(update={"flags": {"tp-size": 8}}), target, say=said.append
+    ):
+        assert "--tp-size 8" in open(
+            f"/proc/{server.read_state()['server']}/cmdline"
+        ).read().replace("\0", " ")
     assert other.wait() == 0
     assert any("in use; waiting for it" in line for line in said)
 
@@ -96,24 +100,38 @@ def test_a_server_in_use_is_waited_for(target):
 def test_death_while_starting_fails_at_once_with_the_log(target, monkeypatch):
     misbehave(monkeypatch, die_starting="CUDA out of memory: tried to allocate 7 GiB")
     begun = time.monotonic()
-    with pytest.raises(Refusal, match="ended with code 3 while starting(.|\n)*CUDA out of memory: tried to allocate"):
-        with server.lease(serving.server_settings(start_timeout=600), target, say=lambda text: None):
+    with pytest.raises(
+        Refusal,
+        match="ended with code 3 while starting(.|\n)*CUDA out of memory: tried to allocate",
+    ):
+        with server.lease(
+            serving.server_settings(start_timeout=600), target, say=lambda text: None
+        ):
             pass
     assert time.monotonic() - begun < 30
 
 
 def test_a_command_that_is_not_there_is_named(target):
     with pytest.raises(Refusal, match="cannot run /nowhere/python.*server.python"):
-        with server.lease(serving.server_settings(command=["/nowhere/python"]), target, say=lambda text: None):
+        with server.lease(
+            serving.server_settings(command=["/nowhere/python"]), target, say=lambda text: None
+        ):
             pass
 
 
 def test_a_crash_is_followed_by_a_restart_up_to_the_limit(target):
-    with server.lease(serving.server_settings(max_restarts=2), target, say=lambda text: None) as lease:
+    with server.lease(
+        serving.server_settings(max_restarts=2), target, say=lambda text: None
+    ) as lease:
         for crash in range(1, 3):
             before = server.read_state()["server"]
             os.kill(before, signal.SIGKILL)
-            wait_until(lambda: server.read_state()["phase"] == "ready" and server.read_state()["restarts"] == crash)  # noqa: B023
+            wait_until(
+                lambda: (
+                    server.read_state()["phase"] == "ready"
+                    and server.read_state()["restarts"] == crash
+                )
+            )
             assert server.read_state()["server"] != before
         os.kill(server.read_state()["server"], signal.SIGKILL)
         wait_until(lambda: server.read_state()["phase"] == "failed")
@@ -124,11 +142,15 @@ def test_a_crash_is_followed_by_a_restart_up_to_the_limit(target):
 def test_a_stuck_server_is_ended_and_restarted(target, monkeypatch):
     """Catalogue C07, C10: who says that it is stuck is the client, which gets no tokens."""
     misbehave(monkeypatch, deaf=True)
-    with server.lease(serving.server_settings(stop_timeout=0.2), target, say=lambda text: None) as lease:
+    with server.lease(
+        serving.server_settings(stop_timeout=0.2), target, say=lambda text: None
+    ) as lease:
         before = server.read_state()["server"]
         os.kill(before, signal.SIGSTOP)
         lease.report_stuck()
-        wait_until(lambda: server.read_state()["restarts"] == 1 and server.read_state()["phase"] == "ready")
+        wait_until(
+            lambda: server.read_state()["restarts"] == 1 and server.read_state()["phase"] == "ready"
+        )
         assert gone(before) and "gave no token" in server.read_state()["last_crash"]
 
 
@@ -159,8 +181,12 @@ def test_an_orphan_of_a_killed_run_is_recognised_and_ended(target):
     """Catalogue C06: a process of ours without a supervisor holds the port."""
     settings = serving.server_settings()
     folder = server.FOLDER.resolve()
-    orphan = subprocess.Popen([*serving.COMMAND, "--port", str(settings.port)], start_new_session=True,
-                              env={**os.environ, supervisor.MARK: str(folder)}, stdout=subprocess.DEVNULL)
+    orphan = subprocess.Popen(
+        [*serving.COMMAND, "--port", str(settings.port)],
+        start_new_session=True,
+        env={**os.environ, supervisor.MARK: str(folder)},
+        stdout=subprocess.DEVNULL,
+    )
     wait_until(lambda: serving.listens(settings.port))
     with server.lease(settings, target, say=lambda text: None):
         assert orphan.wait(10) is not None
@@ -170,11 +196,17 @@ def test_an_orphan_of_a_killed_run_is_recognised_and_ended(target):
 def test_a_taken_port_is_named_with_its_holder(target):
     settings = serving.server_settings()
     with serving.started(target, port=settings.port) as (_, stranger):
-        with pytest.raises(Refusal, match=f"port {settings.port} is held by process {stranger.pid} .*misbehaving_server"):
+        with pytest.raises(
+            Refusal,
+            match=f"port {settings.port} is held by process {stranger.pid} .*misbehaving_server",
+        ):
             with server.lease(settings, target, say=lambda text: None):
                 pass
-    own = subprocess.Popen([*serving.COMMAND, "--port", str(settings.port)], stdout=subprocess.DEVNULL,
-                           env={**os.environ, supervisor.MARK: "/another/build/.work/server"})
+    own = subprocess.Popen(
+        [*serving.COMMAND, "--port", str(settings.port)],
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, supervisor.MARK: "/another/build/.work/server"},
+    )
     wait_until(lambda: serving.listens(settings.port))
     with pytest.raises(Refusal, match="the server of the build in /another/build/.work/server"):
         with server.lease(settings, target, say=lambda text: None):
@@ -190,33 +222,66 @@ def test_what_the_server_says_must_be_what_was_asked_for(target, monkeypatch):
     with pytest.raises(Refusal, match=message):
         with server.lease(serving.server_settings(), target, say=lambda text: None):
             pass
-    found = {"model_path": "/elsewhere", "weight_version": "default", "kv_cache_dtype": "auto", "quantization": None,
-             "dtype": "float32", "context_length": 256}
+    found = {
+        "model_path": "/elsewhere",
+        "weight_version": "default",
+        "kv_cache_dtype": "auto",
+        "quantization": None,
+        "dtype": "float32",
+        "context_length": 256,
+    }
     with pytest.raises(Refusal, match="runs /elsewhere .*, not .*digest " + target.digest):
         server.refuse_if_other(found, target, "http://x")
     server.refuse_if_other({**found, "weight_version": target.digest}, target, "http://x")
     server.refuse_if_other({**found, "model_path": str(target.path)}, target, "http://x")
     with pytest.raises(Refusal, match="context_length 128, but target.context_length is 256"):
-        server.refuse_if_other({**found, "weight_version": target.digest, "context_length": 128}, target, "http://x")
+        server.refuse_if_other(
+            {**found, "weight_version": target.digest, "context_length": 128}, target, "http://x"
+        )
 
 
 def test_flags_that_decide_the_answers_belong_to_the_target(target):
-    with pytest.raises(Refusal, match="server.flags.kv_cache_dtype is 'fp8_e4m3', but that flag is set by target"):
+    with pytest.raises(
+        Refusal, match="server.flags.kv_cache_dtype is 'fp8_e4m3', but that flag is set by target"
+    ):
         server.flags_for(schema.Server(flags={"kv_cache_dtype": "fp8_e4m3"}), target)
 
 
 def test_the_reference_command(tmp_path):
     """The flags and variables of the reference case arrive as they stand in params.yaml."""
-    target = serving.make_target(tmp_path / "t", quantization="compressed-tensors", trust_remote_code=True)
-    variables = {"NCCL_PROTO": "LL", "NCCL_ALGO": "Ring", "NCCL_P2P_LEVEL": "SYS", "NCCL_MAX_NCHANNELS": 16,
-                 "NCCL_BUFFSIZE": 16777216, "NCCL_NTHREADS": 512}
-    flags = {"tp-size": 8, "mem-fraction-static": 0.85, "num-continuous-decode-steps": 4, "disable-custom-all-reduce": True,
-             "enable-hierarchical-cache": True, "hicache-size": 100}
-    spec = server.specification(schema.Server(python="/opt/sglang/bin/python", flags=flags, environment=variables), target)
+    target = serving.make_target(
+        tmp_path / "t", quantization="compressed-tensors", trust_remote_code=True
+    )
+    variables = {
+        "NCCL_PROTO": "LL",
+        "NCCL_ALGO": "Ring",
+        "NCCL_P2P_LEVEL": "SYS",
+        "NCCL_MAX_NCHANNELS": 16,
+        "NCCL_BUFFSIZE": 16777216,
+        "NCCL_NTHREADS": 512,
+    }
+    flags = {
+        "tp-size": 8,
+        "mem-fraction-static": 0.85,
+        "num-continuous-decode-steps": 4,
+        "disable-custom-all-reduce": True,
+        "enable-hierarchical-cache": True,
+        "hicache-size": 100,
+    }
+    spec = server.specification(
+        schema.Server(python="/opt/sglang/bin/python", flags=flags, environment=variables), target
+    )
     line = " ".join(spec["command"])
     assert line.startswith("/opt/sglang/bin/python -m sglang.launch_server --model-path ")
-    for part in ("--tp-size 8", "--mem-fraction-static 0.85", "--num-continuous-decode-steps 4", "--hicache-size 100",
-                 "--quantization compressed-tensors", "--disable-custom-all-reduce", "--trust-remote-code"):
+    for part in (
+        "--tp-size 8",
+        "--mem-fraction-static 0.85",
+        "--num-continuous-decode-steps 4",
+        "--hicache-size 100",
+        "--quantization compressed-tensors",
+        "--disable-custom-all-reduce",
+        "--trust-remote-code",
+    ):
         assert re.search(rf"{part}( --|$)", line), part
     assert spec["environment"]["NCCL_BUFFSIZE"] == "16777216"
 
@@ -224,11 +289,19 @@ def test_the_reference_command(tmp_path):
 @pytest.mark.parametrize("version", ["0.5.14", "0.5.23"])
 def test_capture_takes_the_flags_of_the_reference_case_without_its_cache(target, version):
     """SGLang refuses --enable-hierarchical-cache beside --disable-radix-cache, which capture needs."""
-    settings = schema.Server(flags={"enable_hierarchical_cache": True, "hicache-size": 64, "tp-size": 8})
+    settings = schema.Server(
+        flags={"enable_hierarchical_cache": True, "hicache-size": 64, "tp-size": 8}
+    )
     capture = sglang_hooks.server_flags(version, [2, 4, 5], [1, 3, 4], "/work")
     words = server.command_line(settings, server.flags_for(settings, target, capture))
-    assert "--disable-radix-cache" in words and "--enable-hierarchical-cache" not in words and "--tp-size" in words
-    assert "--enable-hierarchical-cache" in server.command_line(settings, server.flags_for(settings, target))
+    assert (
+        "--disable-radix-cache" in words
+        and "--enable-hierarchical-cache" not in words
+        and "--tp-size" in words
+    )
+    assert "--enable-hierarchical-cache" in server.command_line(
+        settings, server.flags_for(settings, target)
+    )
 
 
 def test_warming_needs_a_build_and_ends_with_it(target, monkeypatch):
@@ -237,18 +310,24 @@ def test_warming_needs_a_build_and_ends_with_it(target, monkeypatch):
     server.warm(settings, target, say=lambda text: None)
     assert not server.read_state()  # nobody drives this process: nothing was started
     warming, build = target.folder.parent / "warming.py", target.folder.parent / "snakemake"
-    warming.write_text(textwrap.dedent(f"""
+    warming.write_text(
+        textwrap.dedent(f"""
         import sys; sys.path[:0] = [{str(LIBRARY)!r}]
         from pathlib import Path
         from eagle3 import schema, server
         from eagle3.target import Target
         settings = schema.Server.model_validate_json({settings.model_dump_json()!r})
         server.warm(settings, Target(Path({str(target.folder)!r})), say=print)
-    """))
-    build.write_text(f"import subprocess, sys, time\nsubprocess.run([sys.executable, {str(warming)!r}])\ntime.sleep(3600)\n")
+    """)
+    )
+    build.write_text(
+        f"import subprocess, sys, time\nsubprocess.run([sys.executable, {str(warming)!r}])\ntime.sleep(3600)\n"
+    )
     driver = subprocess.Popen([sys.executable, str(build)], stdout=subprocess.DEVNULL)
     wait_until(lambda: server.read_state().get("phase") == "ready")
-    with server.lease(settings, target, say=lambda text: None):  # attaches; ending it leaves the warm server
+    with server.lease(
+        settings, target, say=lambda text: None
+    ):  # attaches; ending it leaves the warm server
         members = group_of(server.read_state())
     time.sleep(0.5)
     assert not any(map(gone, members))
@@ -258,7 +337,9 @@ def test_warming_needs_a_build_and_ends_with_it(target, monkeypatch):
 
 
 def test_idle_time_is_over(target, monkeypatch):
-    monkeypatch.setattr(server, "driving_ancestors", lambda: [(os.getpid(), supervisor.start_time(os.getpid()))])
+    monkeypatch.setattr(
+        server, "driving_ancestors", lambda: [(os.getpid(), supervisor.start_time(os.getpid()))]
+    )
     with server.lease(serving.server_settings(idle_timeout=1.0), target, say=lambda text: None):
         members = group_of(server.read_state())
     time.sleep(0.3)

@@ -24,23 +24,33 @@ def test_examples():
     assert doctest.testmod(layers).failed == 0
 
 
-@pytest.mark.parametrize("number,expected", [(61, [2, 30, 58]), (32, [2, 16, 29]), (30, [2, 15, 27])])
+@pytest.mark.parametrize(
+    "number,expected", [(61, [2, 30, 58]), (32, [2, 16, 29]), (30, [2, 15, 27])]
+)
 def test_default_is_that_of_sglang(number, expected):
     assert layers.captured_layers(number) == expected == [2, number // 2, number - 3]
 
 
-@pytest.mark.parametrize("wanted,number", [([2, 2, 5], 8), ([5, 4, 6], 8), ([1, 2], 8), ([1, 2, 8], 8), ([-1, 2, 3], 8),
-                                           (None, 4)])
+@pytest.mark.parametrize(
+    "wanted,number",
+    [([2, 2, 5], 8), ([5, 4, 6], 8), ([1, 2], 8), ([1, 2, 8], 8), ([-1, 2, 3], 8), (None, 4)],
+)
 def test_impossible_layers_are_refused(wanted, number):
     """catalogue D08: a layer past the last one, or fewer than three, would make another width than 3H."""
     with pytest.raises(Refusal, match=f"do not fit a target of {number} layers"):
         layers.captured_layers(number, wanted)
 
 
-@pytest.mark.parametrize("architecture,convention", [
-    ("LlamaForCausalLM", layers.PLUS_ONE), ("Qwen3ForCausalLM", layers.PLUS_ONE),
-    ("DeepseekV3ForCausalLM", layers.IF_FIRST_IS_ONE), ("DeepseekV2ForCausalLM", layers.IF_FIRST_IS_ONE),
-    ("KimiK25ForConditionalGeneration", layers.IF_FIRST_IS_ONE)])
+@pytest.mark.parametrize(
+    "architecture,convention",
+    [
+        ("LlamaForCausalLM", layers.PLUS_ONE),
+        ("Qwen3ForCausalLM", layers.PLUS_ONE),
+        ("DeepseekV3ForCausalLM", layers.IF_FIRST_IS_ONE),
+        ("DeepseekV2ForCausalLM", layers.IF_FIRST_IS_ONE),
+        ("KimiK25ForConditionalGeneration", layers.IF_FIRST_IS_ONE),
+    ],
+)
 def test_convention_follows_the_architecture(architecture, convention):
     assert layers.convention_of(architecture) == convention
     assert layers.convention_of(architecture, layers.PLUS_ONE) == layers.PLUS_ONE

@@ -28,10 +28,21 @@ def test_a_damaged_file_is_skipped_for_the_one_before_it(in_tmp):
     assert kept.latest()["update"] == 1
 
 
-@pytest.mark.parametrize("name, other, said", [
-    ("params", {"lr": 2e-4}, "params.lr 0.0001, now 0.0002"), ("vocab", "abd", "vocab 'abc', now 'abd'"),
-    ("hidden_states", {"one": {"layers": [2, 4, 6]}}, "hidden_states.one.layers [2, 4, 5], now [2, 4, 6]")])
-def test_those_of_other_data_vocabulary_or_configuration_are_not_used_and_named(in_tmp, name, other, said):
+@pytest.mark.parametrize(
+    "name, other, said",
+    [
+        ("params", {"lr": 2e-4}, "params.lr 0.0001, now 0.0002"),
+        ("vocab", "abd", "vocab 'abc', now 'abd'"),
+        (
+            "hidden_states",
+            {"one": {"layers": [2, 4, 6]}},
+            "hidden_states.one.layers [2, 4, 5], now [2, 4, 6]",
+        ),
+    ],
+)
+def test_those_of_other_data_vocabulary_or_configuration_are_not_used_and_named(
+    in_tmp, name, other, said
+):
     """Catalogue E12 and E15: nothing is picked up that was not made from the same inputs."""
     Checkpoints("run", IDENTITY, keep=2).save(5, {})
     now = Checkpoints("run", {**IDENTITY, name: other}, keep=2)
@@ -44,9 +55,14 @@ def test_put_back_a_run_goes_on_and_only_the_last_other_one_is_kept(in_tmp):
     first.save(4, {})
     first.save(5, {})
     Checkpoints("run", {**IDENTITY, "vocab": "abd"}, keep=2).save(1, {})
-    assert Checkpoints("run", IDENTITY, keep=2).latest()["update"] == 5 and len(list(first.folder.glob("*.pt"))) == 1
+    assert (
+        Checkpoints("run", IDENTITY, keep=2).latest()["update"] == 5
+        and len(list(first.folder.glob("*.pt"))) == 1
+    )
     Checkpoints("run", {**IDENTITY, "vocab": "abe"}, keep=2)
-    assert sorted(json.loads(p.read_text())["vocab"] for p in (in_tmp / "run").glob("*/identity.json")) == ["abc", "abe"]
+    assert sorted(
+        json.loads(p.read_text())["vocab"] for p in (in_tmp / "run").glob("*/identity.json")
+    ) == ["abc", "abe"]
 
 
 def test_a_file_carried_in_from_another_run_is_refused(in_tmp):

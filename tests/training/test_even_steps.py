@@ -7,7 +7,10 @@ from eagle3.training import even_steps
 
 def test_factors_are_the_median_size_over_the_channels():
     generator = torch.Generator().manual_seed(0)
-    rows = [{"aux": torch.randn(500, 3, generator=generator) * torch.tensor([1.0, 10.0, 1000.0])} for _ in range(4)]
+    rows = [
+        {"aux": torch.randn(500, 3, generator=generator) * torch.tensor([1.0, 10.0, 1000.0])}
+        for _ in range(4)
+    ]
     rows[0]["aux"][0] = 1e6  # the first position does not count
     found = even_steps.factors(rows)
     torch.testing.assert_close(found, torch.tensor([10.0, 1.0, 0.01]), rtol=0.1, atol=0)
@@ -18,13 +21,21 @@ def test_it_is_training_on_inputs_of_one_size():
     """W on x with scaled steps, against W' on x' = x f with W = W' f: the same outputs after every step."""
     generator = torch.Generator().manual_seed(1)
     size = torch.tensor([0.5, 3.0, 200.0, 7.0])
-    x, wanted = torch.randn(64, 4, generator=generator) * size, torch.randn(64, 5, generator=generator)
+    x, wanted = (
+        torch.randn(64, 4, generator=generator) * size,
+        torch.randn(64, 5, generator=generator),
+    )
     by = size.median() / size
     start = torch.randn(5, 4, generator=generator) * 0.1
     weight, twin = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start / by)
-    optimizers = [torch.optim.AdamW([w], lr=1e-2, weight_decay=0, eps=1e-20) for w in (weight, twin)]
+    optimizers = [
+        torch.optim.AdamW([w], lr=1e-2, weight_decay=0, eps=1e-20) for w in (weight, twin)
+    ]
     for _ in range(20):
-        for w, inputs, optimizer, factors in ((weight, x, optimizers[0], by), (twin, x * by, optimizers[1], None)):
+        for w, inputs, optimizer, factors in (
+            (weight, x, optimizers[0], by),
+            (twin, x * by, optimizers[1], None),
+        ):
             optimizer.zero_grad()
             (inputs @ w.T - wanted).square().mean().backward()
             with even_steps.of(w, factors):

@@ -14,7 +14,9 @@ def test_every_sequence_comes_once_and_batches_keep_their_budget():
 
 def test_the_order_depends_on_seed_and_epoch_alone():
     assert packed_epoch(LENGTHS, 10, 1, 2) == packed_epoch(LENGTHS, 10, 1, 2)
-    orders = {str(packed_epoch(LENGTHS, 10, seed, epoch)) for seed in range(3) for epoch in range(3)}
+    orders = {
+        str(packed_epoch(LENGTHS, 10, seed, epoch)) for seed in range(3) for epoch in range(3)
+    }
     assert len(orders) == 9
 
 

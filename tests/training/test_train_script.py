@@ -25,12 +25,24 @@ ROOT = Path(__file__).resolve().parents[2]
 def project(in_tmp, tiny_model):
     """A folder with everything that the train stage reads."""
     target = tiny_drafter.make_target(in_tmp / "data/target", tiny_model)
-    rows = [training.make_row(f"r{i}", [False] * 4 + [True] * (6 + i % 5), i, 32, 400) for i in range(10)]
+    rows = [
+        training.make_row(f"r{i}", [False] * 4 + [True] * (6 + i % 5), i, 32, 400)
+        for i in range(10)
+    ]
     folder = training.write_shards(in_tmp / "data/hidden_states/one", rows)
     kept = shards.read_manifest(folder)
-    shards.write_manifest(folder, {
-        "target_digest": target.digest, "hidden_size": 32, "layers": layers.captured_layers(8), "convention": layers.PLUS_ONE,
-        "last_is": "after_norm", "dtype": "float32"}, kept["shards"])
+    shards.write_manifest(
+        folder,
+        {
+            "target_digest": target.digest,
+            "hidden_size": 32,
+            "layers": layers.captured_layers(8),
+            "convention": layers.PLUS_ONE,
+            "last_is": "after_norm",
+            "dtype": "float32",
+        },
+        kept["shards"],
+    )
     vocab.write(in_tmp / "data/vocab/draft_vocab.safetensors", list(range(0, 400, 2)), 400)
     write_json(in_tmp / "data/vocab/draft_vocab.json", {"datasets": {"one": "digest"}})
     (in_tmp / "dvc.yaml").write_text((ROOT / "dvc.yaml").read_text())
@@ -46,12 +58,24 @@ def settings(project, runtime: dict, **train) -> None:
 
 
 def start(project) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "workflow/scripts/train.py"], cwd=project, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return subprocess.Popen(
+        [sys.executable, "workflow/scripts/train.py"],
+        cwd=project,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
 
 
 def test_two_processes_leave_a_drafter_that_loads(project):
-    settings(project, {"processes": 2, "parallel": "fsdp"}, micro_batches=2, init="least_squares", ema=0.5)
+    settings(
+        project,
+        {"processes": 2, "parallel": "fsdp"},
+        micro_batches=2,
+        init="least_squares",
+        ema=0.5,
+    )
     done = start(project)
     said = done.communicate(timeout=300)[0]
     assert done.returncode == 0, said[-3000:]
@@ -60,7 +84,10 @@ def test_two_processes_leave_a_drafter_that_loads(project):
     metrics = json.loads((project / "data/drafter/metrics.json").read_text())
     assert metrics["accept_length"] >= metrics["accept_length_untrained"] >= 1
     training_json = json.loads((project / "data/drafter/training.json").read_text())
-    assert training_json["params"]["init"] == "least_squares" and training_json["hidden_states"]["one"]["rows"] == 10
+    assert (
+        training_json["params"]["init"] == "least_squares"
+        and training_json["hidden_states"]["one"]["rows"] == 10
+    )
 
 
 def test_sigterm_saves_and_the_same_command_continues(project):

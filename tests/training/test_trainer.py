@@ -35,8 +35,14 @@ def interrupt_at(trainer, update: int) -> None:
     trainer._step = then_signal
 
 
-@pytest.mark.parametrize("more", [{}, {"ema": 0.9, "ramp_share": 0.5, "micro_batches": 2, "loss": "total_variation"},
-                                  {"path": "readable"}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"ema": 0.9, "ramp_share": 0.5, "micro_batches": 2, "loss": "total_variation"},
+        {"path": "readable"},
+    ],
+)
 def test_stopped_anywhere_and_resumed_it_ends_with_the_same_bits(data, in_tmp, more):
     """Catalogue E15: weights, optimizer, learning rate and history go on where they were."""
     whole = training.make_trainer(in_tmp / "whole", data, **more)
@@ -48,7 +54,9 @@ def test_stopped_anywhere_and_resumed_it_ends_with_the_same_bits(data, in_tmp, m
         with pytest.raises(Stop, match=f"update {update + 1} of {whole.total}"):
             first.run()
         said = []
-        found = training.make_trainer(folder, data, said.append, runtime={"checkpoint_every": 1000}, **more).run()
+        found = training.make_trainer(
+            folder, data, said.append, runtime={"checkpoint_every": 1000}, **more
+        ).run()
         assert said == [f"continues at update {update + 1} of {whole.total}"]
         assert found.history == expected.history and found.best_update == expected.best_update
         assert all(torch.equal(found.best[name], expected.best[name]) for name in expected.best)
@@ -68,7 +76,10 @@ def test_weights_of_the_last_checkpoint_are_the_same_bits(data, in_tmp):
 
 
 def test_the_paths_train_alike(data, in_tmp):
-    ends = [training.make_trainer(in_tmp / path, data, path=path, epochs=20).run().history for path in ("fast", "readable")]
+    ends = [
+        training.make_trainer(in_tmp / path, data, path=path, epochs=20).run().history
+        for path in ("fast", "readable")
+    ]
     assert ends[0][-1]["loss"] == pytest.approx(ends[1][-1]["loss"], rel=1e-3)
     assert ends[0][-1]["loss"] < 0.8 * ends[0][1]["loss"]
 
@@ -81,7 +92,9 @@ def test_a_broken_state_stops_at_once_and_names_the_records(in_tmp):
     with pytest.raises(Refusal, match=r"loss of update \d is nan; records in the batch: .*\br2\b"):
         trainer.run()
     kept = trainer.checkpoints.latest()
-    assert kept is None or all(torch.isfinite(t).all() for t in kept["weights"].values() if t.is_floating_point())
+    assert kept is None or all(
+        torch.isfinite(t).all() for t in kept["weights"].values() if t.is_floating_point()
+    )
 
 
 def test_an_update_without_supervision_stops_and_names_the_records(in_tmp):
@@ -92,16 +105,27 @@ def test_an_update_without_supervision_stops_and_names_the_records(in_tmp):
 
 
 def test_rows_without_supervision_cost_nothing_beside_others(in_tmp):
-    rows = [*training.many_rows(6), training.make_row("empty", [False] * 8, 7), *training.many_rows(2)]
-    done = training.make_trainer(in_tmp / "run", training.write_shards(in_tmp / "set", rows), batch_tokens=1000).run()
+    rows = [
+        *training.many_rows(6),
+        training.make_row("empty", [False] * 8, 7),
+        *training.many_rows(2),
+    ]
+    done = training.make_trainer(
+        in_tmp / "run", training.write_shards(in_tmp / "set", rows), batch_tokens=1000
+    ).run()
     assert done.update == 3
 
 
 def test_the_best_validation_is_kept_not_the_last(data, in_tmp):
     """Catalogue E16: loss may fall while accept length has passed its peak."""
-    done = training.make_trainer(in_tmp / "run", data, epochs=12, lr=5e-2, schedule="constant").run()
+    done = training.make_trainer(
+        in_tmp / "run", data, epochs=12, lr=5e-2, schedule="constant"
+    ).run()
     lengths = [row["accept_length"] for row in done.history]
-    assert done.best_length == max(lengths) and done.history[lengths.index(max(lengths))]["update"] == done.best_update
+    assert (
+        done.best_length == max(lengths)
+        and done.history[lengths.index(max(lengths))]["update"] == done.best_update
+    )
 
 
 def test_no_training_sequence_is_refused(in_tmp):
@@ -111,8 +135,10 @@ def test_no_training_sequence_is_refused(in_tmp):
 
 
 def test_learning_rates_and_steps_depend_on_the_update_alone():
-    rates = {kind: [learning_rate(u, 100, 1.0, 0.1, kind) for u in range(100)]
-             for kind in ("cosine", "linear", "constant", "wsd")}
+    rates = {
+        kind: [learning_rate(u, 100, 1.0, 0.1, kind) for u in range(100)]
+        for kind in ("cosine", "linear", "constant", "wsd")
+    }
     for found in rates.values():
         assert found[:10] == pytest.approx([(u + 1) / 10 for u in range(10)])
     assert rates["constant"][99] == 1 and rates["wsd"][80] == 1 and rates["wsd"][99] < 0.1
@@ -124,12 +150,16 @@ def test_curves_reach_the_trackers_without_a_network(data, in_tmp, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    training.make_trainer(in_tmp / "run", data, runtime={"trackers": ["tensorboard", "wandb"]}).run()
+    training.make_trainer(
+        in_tmp / "run", data, runtime={"trackers": ["tensorboard", "wandb"]}
+    ).run()
     events = EventAccumulator(str(in_tmp / "logs/trackers/tensorboard"))
     events.Reload()
     assert "loss" in events.Tags()["scalars"] and len(events.Scalars("loss")) >= 2
     [offline] = (in_tmp / "logs/trackers/wandb").glob("offline-run-*/*.wandb")
-    serving.wait_until(lambda: b"accept_length" in offline.read_bytes())  # a process of its own writes it
+    serving.wait_until(
+        lambda: b"accept_length" in offline.read_bytes()
+    )  # a process of its own writes it
 
 
 def test_a_tracker_that_is_not_installed_is_refused_by_name(data, in_tmp, monkeypatch):
@@ -145,17 +175,43 @@ def test_two_processes_train_as_one_and_another_number_resumes(data, in_tmp, kin
     expected = training.make_trainer(in_tmp / "one", data, micro_batches=2).run()
     out, here = in_tmp / "seen.json", Path(__file__).parents[1]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(here / "train_worker.py"),
-         str(in_tmp / "run"), str(data), kind, str(out)], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{here.parent / 'workflow'}:{here}"})
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+            str(here / "train_worker.py"),
+            str(in_tmp / "run"),
+            str(data),
+            kind,
+            str(out),
+        ],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=280,
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": f"{here.parent / 'workflow'}:{here}",
+        },
+    )
     assert out.exists(), done.stdout[-3000:]
     seen = json.loads(out.read_text())
-    assert "train.micro_batches is 1, but 2 processes" in seen["refused"] and "update 3 of" in seen["stopped"]
+    assert (
+        "train.micro_batches is 1, but 2 processes" in seen["refused"]
+        and "update 3 of" in seen["stopped"]
+    )
     said = []
     found = training.make_trainer(in_tmp / "run", data, said.append, micro_batches=2).run()
     assert said == [f"continues at update 3 of {expected.update}"]
-    assert [row["loss"] for row in found.history[1:]] == pytest.approx([row["loss"] for row in expected.history[1:]], rel=1e-4)
-    assert found.history[-1]["accept_length"] == pytest.approx(expected.history[-1]["accept_length"], abs=0.05)
+    assert [row["loss"] for row in found.history[1:]] == pytest.approx(
+        [row["loss"] for row in expected.history[1:]], rel=1e-4
+    )
+    assert found.history[-1]["accept_length"] == pytest.approx(
+        expected.history[-1]["accept_length"], abs=0.05
+    )
 
 
 def test_several_threads_read_the_rows_in_order(data):

@@ -39,14 +39,19 @@ def test_another_vocabulary_keeps_each_row_with_its_token(in_tmp):
 
 def test_what_does_not_fit_is_refused_by_name(in_tmp):
     published(in_tmp / "theirs")
-    with pytest.raises(Refusal, match=r"midlayer.mlp.down_proj.weight is \(16, 24\) instead of \(16, 28\)"):
+    with pytest.raises(
+        Refusal, match=r"midlayer.mlp.down_proj.weight is \(16, 24\) instead of \(16, 28\)"
+    ):
         warm_start.from_drafter(training.make_drafter(intermediate_size=28)[0], in_tmp / "theirs")
     with pytest.raises(Refusal, match="rope_theta 50.0, the target has 60.0"):
         warm_start.from_drafter(training.make_drafter(rope_theta=60.0)[0], in_tmp / "theirs")
     tensors = load_file(in_tmp / "theirs/model.safetensors")
     for dropped, said in (("fc.weight", "fc.weight is missing"), ("d2t", "d2t is missing")):
         (in_tmp / dropped).mkdir()
-        save_file({k: v for k, v in tensors.items() if k != dropped}, in_tmp / dropped / "model.safetensors")
+        save_file(
+            {k: v for k, v in tensors.items() if k != dropped},
+            in_tmp / dropped / "model.safetensors",
+        )
         with pytest.raises(Refusal, match=said):
             warm_start.from_drafter(training.make_drafter()[0], in_tmp / dropped)
     (in_tmp / "empty").mkdir()
@@ -59,16 +64,24 @@ def test_least_squares_finds_a_linear_target():
     size, words = 16, 40
     generator = torch.Generator().manual_seed(0)
     embedding, head = (torch.randn(words, size, generator=generator) for _ in range(2))
-    by_aux, by_token = torch.randn(3 * size, size, generator=generator) * 0.3, torch.randn(size, size, generator=generator)
+    by_aux, by_token = (
+        torch.randn(3 * size, size, generator=generator) * 0.3,
+        torch.randn(size, size, generator=generator),
+    )
     rows = []
     for i in range(60):
         row = training.make_row(str(i), [True] * 20, i)
         tokens = embedding[row["input_ids"][2:]]
-        row["last"][2:] = row["aux"][1:-1] @ by_aux + tokens * torch.rsqrt(tokens.square().mean(-1, keepdim=True)) @ by_token
+        row["last"][2:] = (
+            row["aux"][1:-1] @ by_aux
+            + tokens * torch.rsqrt(tokens.square().mean(-1, keepdim=True)) @ by_token
+        )
         rows.append(row)
     config = training.make_drafter(num_key_value_heads=4)[0].config
     maps = vocab.tensors(list(range(words)), words)
-    drafter = Drafter({**config, "draft_vocab_size": words}, embedding, maps["d2t"], maps["t2d"]).initialise(head, 0)
+    drafter = Drafter(
+        {**config, "draft_vocab_size": words}, embedding, maps["d2t"], maps["t2d"]
+    ).initialise(head, 0)
     batch = ttt.collate(rows[50:])
 
     def accuracy():

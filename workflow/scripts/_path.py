@@ -12,4 +12,3 @@ import time
 BEGAN = time.time_ns()  # what was edited later may not be the code that runs
 if os.path.basename(sys.path[0]) == "scripts":
     sys.path[0] = os.path.dirname(os.path.abspath(sys.path[0]))
-

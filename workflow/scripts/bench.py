@@ -1,6 +1,6 @@
 """bench: serves held-out prompts with and without the drafter and reports what it gains."""
 
-import _path  # noqa: F401, I001  (first: see there)
+import _path
 import argparse
 import contextlib
 import csv
@@ -39,32 +39,52 @@ def build(arguments: argparse.Namespace) -> None:
         prompts, counts = held_out.collect(arguments.records, params.max_prompts, seen, questions)
         drafter = export.load_drafter(arguments.drafter, target.embedding().float())
         captured = layers.served_layers(
-            drafter.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"], states["convention"])
+            drafter.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"], states["convention"]
+        )
         variants = variants_of(params, arguments.drafter)
         if params.engine == "sglang":
             measured = serve(stage, target, prompts, variants)
         else:
-            measured = benching.measure(target, drafter, captured, prompts, variants[0], params.max_new_tokens,
-                                        params.repeats)
+            measured = benching.measure(
+                target,
+                drafter,
+                captured,
+                prompts,
+                variants[0],
+                params.max_new_tokens,
+                params.repeats,
+            )
         hits = Simulator(target, drafter, captured).hits if params.simulate else None
         cells = measuring.cells(measured, variants, prompts, hits and (lambda variant: hits))
         if not params.simulate:
             report.show_training_figure(cells, read_json(arguments.drafter / "metrics.json"))
         content = report.content(
-            measured, cells, variants, engine=params.engine, held_out=counts,
-            training=read_json(arguments.drafter / "metrics.json"), curves=read_curves(arguments.drafter),
-            lineage=lineage(arguments.drafter, training, target, arguments.responses))
+            measured,
+            cells,
+            variants,
+            engine=params.engine,
+            held_out=counts,
+            training=read_json(arguments.drafter / "metrics.json"),
+            curves=read_curves(arguments.drafter),
+            lineage=lineage(arguments.drafter, training, target, arguments.responses),
+        )
         write(arguments.out, content)
         for cell in cells:
-            judging.refuse_unless_sound(cell, params.min_accept_length, params.max_difference,
-                                        exact=params.engine == "transformers")
+            judging.refuse_unless_sound(
+                cell,
+                params.min_accept_length,
+                params.max_difference,
+                exact=params.engine == "transformers",
+            )
         stage.say(content["verdict"])
 
 
 def refuse_if_other_target(digest: str, target: Target) -> None:
     if digest != target.digest:
-        raise Refusal(f"the drafter was trained for target {digest[:12]}, not {target.digest[:12]}; "
-                      "run `snakemake --cores all drafter`")
+        raise Refusal(
+            f"the drafter was trained for target {digest[:12]}, not {target.digest[:12]}; "
+            "run `snakemake --cores all drafter`"
+        )
 
 
 def variants_of(params, drafter: Path) -> list[Variant]:
@@ -78,8 +98,12 @@ def variants_of(params, drafter: Path) -> list[Variant]:
 def read_questions(params, target: Target, seen: set[str]) -> dict[str, list[dict]]:
     """Prompts of every question set of bench.questions."""
     renderer = Renderer(target) if params.questions else None
-    return {name: held_out.questions(name, sources.rows(wanted.source), wanted, renderer, params.max_prompt_tokens, seen)
-            for name, wanted in params.questions.items()}
+    return {
+        name: held_out.questions(
+            name, sources.rows(wanted.source), wanted, renderer, params.max_prompt_tokens, seen
+        )
+        for name, wanted in params.questions.items()
+    }
 
 
 def serve(stage: Stage, target: Target, prompts: list[dict], variants: list[Variant]) -> Measured:
@@ -89,16 +113,24 @@ def serve(stage: Stage, target: Target, prompts: list[dict], variants: list[Vari
 
     params, settings = stage.params.bench, stage.params.server
     if settings.endpoints:
-        raise Refusal("bench.engine sglang starts servers of its own, with and without the drafter, but server.endpoints "
-                      f"is {list(settings.endpoints)}; remove it for the bench")
+        raise Refusal(
+            "bench.engine sglang starts servers of its own, with and without the drafter, but server.endpoints "
+            f"is {list(settings.endpoints)}; remove it for the bench"
+        )
 
     @contextlib.contextmanager
     def serving(flags: dict):
         with lease(settings, target, flags, say=stage.say) as server:
             yield server.urls[0]
 
-    plan = sglang_bench.Plan(variants, list(params.batch_sizes), params.max_new_tokens, params.repeats, params.rounds,
-                             stage.params.runtime.request_timeout)
+    plan = sglang_bench.Plan(
+        variants,
+        list(params.batch_sizes),
+        params.max_new_tokens,
+        params.repeats,
+        params.rounds,
+        stage.params.runtime.request_timeout,
+    )
     # What server.flags sets for both arms goes before the bench's own choice.
     given = {name.replace("_", "-"): value for name, value in settings.flags.items()}
     return sglang_bench.measure(serving, prompts, plan, given)
@@ -111,9 +143,15 @@ def read_curves(drafter: Path) -> list[dict[str, str]]:
 
 def lineage(folder: Path, training: dict, target: Target, responses: Path) -> dict[str, str]:
     """What the drafter was made from, by digest, back to the servers that answered and the rows that were asked."""
-    made = {"drafter": digest_file(folder / export.WEIGHTS), "draft vocabulary": training["vocab"], "target": target.digest}
+    made = {
+        "drafter": digest_file(folder / export.WEIGHTS),
+        "draft vocabulary": training["vocab"],
+        "target": target.digest,
+    }
     for name, states in training["hidden_states"].items():
-        made[f"{name}: hidden states"] = f"{states['rows']} records, {states['tokens']} tokens, layers {states['layers']}"
+        made[f"{name}: hidden states"] = (
+            f"{states['rows']} records, {states['tokens']} tokens, layers {states['layers']}"
+        )
         made[f"{name}: records"] = states["records_digest"]
         made[f"{name}: responses"] = digest_file(responses / name / "raw_responses.jsonl")
         made[f"{name}: answered by"] = made_by(read_json(responses / name / "fingerprint.json"))

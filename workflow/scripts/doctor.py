@@ -5,7 +5,7 @@
 The target is this project's, or any Hugging Face directory. Exit code 1 if something is wrong.
 """
 
-import _path  # noqa: F401, I001  (first: see there)
+import _path
 import argparse
 import sys
 import tempfile
@@ -22,29 +22,45 @@ def open_target(folder: Path, scratch: Path) -> Target:
     if (folder / "target.json").exists():
         return Target(folder)
     if not (folder / "config.json").exists():
-        raise Refusal(f"there is no target at {folder}: `dvc repro target` brings the one of params.yaml, and "
-                      "ARGS=\"--target FOLDER\" names another one")
+        raise Refusal(
+            f"there is no target at {folder}: `dvc repro target` brings the one of params.yaml, and "
+            'ARGS="--target FOLDER" names another one'
+        )
     config = read_json(folder / "config.json")
     architecture = (config.get("architectures") or ["none"])[0]
-    write_json(scratch / "target.json", {
-        "path": str(folder.resolve()), "architecture": architecture, "dtype": "auto", "trust_remote_code": False})
+    write_json(
+        scratch / "target.json",
+        {
+            "path": str(folder.resolve()),
+            "architecture": architecture,
+            "dtype": "auto",
+            "trust_remote_code": False,
+        },
+    )
     return Target(scratch)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("drafter", type=Path)
     parser.add_argument("--target", type=Path, default=Path("data/target"))
     arguments = parser.parse_args()
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            findings = doctor.examine(arguments.drafter, open_target(arguments.target, Path(scratch)))
+            findings = doctor.examine(
+                arguments.drafter, open_target(arguments.target, Path(scratch))
+            )
     except Refusal as refusal:
         print(f"error: {refusal}", file=sys.stderr)
         return 1
     for finding in findings:
         print(finding)
-    counts = {verdict: sum(f.verdict == verdict for f in findings) for verdict in (doctor.BAD, doctor.WARNING)}
+    counts = {
+        verdict: sum(f.verdict == verdict for f in findings)
+        for verdict in (doctor.BAD, doctor.WARNING)
+    }
     summary = "; ".join(f"{n} findings: {verdict}" for verdict, n in counts.items() if n)
     print(f"\n{arguments.drafter}: {summary or 'SGLang will use it rightly'}")
     return 1 if counts[doctor.BAD] else 0

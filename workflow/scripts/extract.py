@@ -1,6 +1,6 @@
 """extract: captures the target's hidden states for the records of a data set."""
 
-import _path  # noqa: F401, I001  (first: see there)
+import _path
 import argparse
 import contextlib
 from pathlib import Path
@@ -17,27 +17,50 @@ from eagle3.target.model import Target
 
 def build(arguments: argparse.Namespace) -> None:
     name = arguments.dataset
-    with running(f"extract@{name}", arguments.params, [arguments.records, arguments.target]) as stage:
+    with running(
+        f"extract@{name}", arguments.params, [arguments.records, arguments.target]
+    ) as stage:
         target = Target(arguments.target)
         captured = layers.captured_layers(target.num_layers, stage.params.hidden_states.layers)
         fixed = identity(target, captured, stage)
-        extraction = Extraction(arguments.records, stage.work, target.hidden_size, fixed, stage.params.hidden_states,
-                                stage.params.runtime, stage.say)
+        extraction = Extraction(
+            arguments.records,
+            stage.work,
+            target.hidden_size,
+            fixed,
+            stage.params.hidden_states,
+            stage.params.runtime,
+            stage.say,
+        )
         extraction.reuse(cached_files(stage.name, str(arguments.out)))
         extraction.refuse_if_disk_too_small()
-        extraction.capture(lambda: capturing(target, captured, fixed["convention"], stage), target.head,
-                           records.metadata(arguments.records)["greedy"])
-        extraction.publish(arguments.out, {"records_digest": digest_file(arguments.records),
-                                           "tokenizer_digest": target.info["tokenizer_digest"]})
+        extraction.capture(
+            lambda: capturing(target, captured, fixed["convention"], stage),
+            target.head,
+            records.metadata(arguments.records)["greedy"],
+        )
+        extraction.publish(
+            arguments.out,
+            {
+                "records_digest": digest_file(arguments.records),
+                "tokenizer_digest": target.info["tokenizer_digest"],
+            },
+        )
 
 
 def identity(target: Target, captured: list[int], stage: Stage) -> dict:
     """What determines the states of given ids; first in the manifest, and part of every shard's key."""
     params = stage.params.hidden_states
     return {
-        "target_digest": target.digest, "hidden_size": target.hidden_size, "architecture": target.info["architecture"],
-        "layers": captured, "convention": layers.convention_of(target.info["architecture"], params.convention),
-        "last_is": "after_final_norm", "dtype": params.dtype, "engine": params.engine}
+        "target_digest": target.digest,
+        "hidden_size": target.hidden_size,
+        "architecture": target.info["architecture"],
+        "layers": captured,
+        "convention": layers.convention_of(target.info["architecture"], params.convention),
+        "last_is": "after_final_norm",
+        "dtype": params.dtype,
+        "engine": params.engine,
+    }
 
 
 @contextlib.contextmanager
@@ -54,18 +77,32 @@ def capturing(target: Target, captured: list[int], convention: str, stage: Stage
     from eagle3.serving.server import lease
 
     environment = server_environment(settings.environment)
-    flags = {} if settings.endpoints else server_flags(
-        engine_version(settings.python, settings.command, environment), captured,
-        layers.config_ids(captured, convention), str(WORK.resolve()))
+    flags = (
+        {}
+        if settings.endpoints
+        else server_flags(
+            engine_version(settings.python, settings.command, environment),
+            captured,
+            layers.config_ids(captured, convention),
+            str(WORK.resolve()),
+        )
+    )
     try:
         with lease(settings, target, flags, environment, stage.say) as held:
-            yield SglangCapture(held.urls, runtime.concurrency, runtime.request_timeout, runtime.max_tries,
-                                recover=lambda: held.wait(settings.start_timeout))
+            yield SglangCapture(
+                held.urls,
+                runtime.concurrency,
+                runtime.request_timeout,
+                runtime.max_tries,
+                recover=lambda: held.wait(settings.start_timeout),
+            )
     except Refusal as refusal:
         if "No module named 'eagle3'" not in str(refusal):
             raise
-        raise Refusal("the server does not find eagle3, whose hooks write the states: its command drops the PYTHONPATH that it is "
-                      f"given; let it keep what is there (PYTHONPATH=more:$PYTHONPATH). {refusal}") from None
+        raise Refusal(
+            "the server does not find eagle3, whose hooks write the states: its command drops the PYTHONPATH that it is "
+            f"given; let it keep what is there (PYTHONPATH=more:$PYTHONPATH). {refusal}"
+        ) from None
 
 
 if __name__ == "__main__":

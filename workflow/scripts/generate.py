@@ -1,6 +1,6 @@
 """generate: has the target answer the prompts of a data set, or takes the answers that came with them."""
 
-import _path  # noqa: F401, I001  (first: see there)
+import _path
 import argparse
 import itertools
 from pathlib import Path
@@ -20,31 +20,55 @@ BROKEN_SHARE = 0.05  # more answers that look broken are worth a word
 
 def build(arguments: argparse.Namespace) -> None:
     name = arguments.dataset
-    with running(f"generate@{name}", arguments.params, [arguments.prompts, arguments.target]) as stage:
+    with running(
+        f"generate@{name}", arguments.params, [arguments.prompts, arguments.target]
+    ) as stage:
         target = Target(arguments.target)
         if stage.params.datasets[name].answers == "on_policy":
             limit = stage.params.on_policy.max_answer_tokens
-            writer = generation.publish_given(arguments.prompts, arguments.out, Renderer(target), limit)
-            generation.refuse_if_too_many_errors(name, writer, stage.params.on_policy.max_error_rate)
+            writer = generation.publish_given(
+                arguments.prompts, arguments.out, Renderer(target), limit
+            )
+            generation.refuse_if_too_many_errors(
+                name, writer, stage.params.on_policy.max_error_rate
+            )
         else:
             writer = _generate(stage, name, target, arguments)
             generation.refuse_if_too_many_errors(name, writer, stage.params.generate.max_error_rate)
         share = writer.truncated / writer.answered
         if writer.broken > BROKEN_SHARE * writer.answered:
-            cause = ("the server's memory, its kernels or the sampling may be wrong" if stage.params.generate.engine == "sglang"
-                     else "small models do so under greedy sampling; else the sampling may be wrong")
-            stage.say(f"look at the answers in {arguments.out}: {writer.broken} of {writer.answered} end in a loop or hold unreadable "
-                      f"characters; {cause}")
-        stage.say(f"{writer.answered} prompts answered with {writer.tokens:,} tokens, {writer.failed} errors, "
-                  f"{share:.0%} cut by max_new_tokens")
+            cause = (
+                "the server's memory, its kernels or the sampling may be wrong"
+                if stage.params.generate.engine == "sglang"
+                else "small models do so under greedy sampling; else the sampling may be wrong"
+            )
+            stage.say(
+                f"look at the answers in {arguments.out}: {writer.broken} of {writer.answered} end in a loop or hold unreadable "
+                f"characters; {cause}"
+            )
+        stage.say(
+            f"{writer.answered} prompts answered with {writer.tokens:,} tokens, {writer.failed} errors, "
+            f"{share:.0%} cut by max_new_tokens"
+        )
 
 
-def _generate(stage: Stage, name: str, target: Target, arguments: argparse.Namespace) -> responses.Writer:
-    engine_name, sampling = stage.params.generate.engine, stage.params.generate.sampling.model_dump()
+def _generate(
+    stage: Stage, name: str, target: Target, arguments: argparse.Namespace
+) -> responses.Writer:
+    engine_name, sampling = (
+        stage.params.generate.engine,
+        stage.params.generate.sampling.model_dump(),
+    )
     settings = {**numerics(target.info), "engine": engine_name}
     with Journal(stage.work, {**sampling, **settings}) as journal:
-        answering = generation.Answering(arguments.prompts, Renderer(target), journal, sampling,
-                                         target.info["context_length"], stage.params.datasets[name].token_budget)
+        answering = generation.Answering(
+            arguments.prompts,
+            Renderer(target),
+            journal,
+            sampling,
+            target.info["context_length"],
+            stage.params.datasets[name].token_budget,
+        )
         _take_over_published(stage, answering, arguments.out)
         if journal.torn:
             stage.say(f"repaired a torn last line of {journal.torn} bytes")
@@ -56,11 +80,21 @@ def _generate(stage: Stage, name: str, target: Target, arguments: argparse.Names
         first = next(requests, None)  # also notes the prompts that cannot be asked
         if first:
             engine = make_engine(stage, target)
-            with engine as made_by, Status(stage.work / "status.json", name, wanted, done, tokens) as answering.status:
+            with (
+                engine as made_by,
+                Status(stage.work / "status.json", name, wanted, done, tokens) as answering.status,
+            ):
                 journal.note_maker(made_by)
                 engine.run(itertools.chain([first], requests), answering.on_result)
-        return answering.publish(arguments.out, {
-            "engine": engine_name, "numerics": settings, "sampling": sampling, "made_by": journal.made_by()})
+        return answering.publish(
+            arguments.out,
+            {
+                "engine": engine_name,
+                "numerics": settings,
+                "sampling": sampling,
+                "made_by": journal.made_by(),
+            },
+        )
 
 
 def _take_over_published(stage: Stage, answering: generation.Answering, out: Path) -> None:
@@ -79,7 +113,9 @@ def make_engine(stage: Stage, target: Target):
     if params.generate.engine == "sglang":
         from eagle3.responses.sglang_engine import SGLangEngine
 
-        return SGLangEngine(target, params.generate.sampling, params.server, params.runtime, stage.say)
+        return SGLangEngine(
+            target, params.generate.sampling, params.server, params.runtime, stage.say
+        )
     from eagle3.responses.transformers_engine import TransformersEngine
 
     return TransformersEngine(target, params.generate.sampling, params.runtime.batch_size)

@@ -1,6 +1,6 @@
 """plan: what the build of params.yaml costs in rows, tokens, bytes and hours, before anything runs."""
 
-import _path  # noqa: F401, I001  (first: see there)
+import _path
 import argparse
 import json
 import re
@@ -24,18 +24,27 @@ def byte_count(text: str) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--params", default="params.yaml", help="parameter file, a recipe for example")
+    parser.add_argument(
+        "--params", default="params.yaml", help="parameter file, a recipe for example"
+    )
     parser.add_argument("--json", action="store_true", help="print plain values for programs")
-    parser.add_argument("--hidden-size", type=int, help="width of the target's states, while the target is not here")
-    parser.add_argument("--disk", type=byte_count, help="plan for this much free disk, such as 9.2TB")
+    parser.add_argument(
+        "--hidden-size", type=int, help="width of the target's states, while the target is not here"
+    )
+    parser.add_argument(
+        "--disk", type=byte_count, help="plan for this much free disk, such as 9.2TB"
+    )
     for name, what in (("generate", "answered"), ("extract", "extracted"), ("train", "trained")):
         parser.add_argument(f"--{name}-rate", type=float, help=f"tokens {what} per second")
     arguments = parser.parse_args()
     try:
         params = parameters.load(arguments.params)
         assumed = plan.Rates.assumed(params)
-        rates = plan.Rates(arguments.generate_rate or assumed.generate, arguments.extract_rate or assumed.extract,
-                           arguments.train_rate or assumed.train)
+        rates = plan.Rates(
+            arguments.generate_rate or assumed.generate,
+            arguments.extract_rate or assumed.extract,
+            arguments.train_rate or assumed.train,
+        )
         found = plan.make(params, rates, arguments.hidden_size, arguments.disk)
     except Refusal as refusal:
         sys.exit(f"error: {refusal}")

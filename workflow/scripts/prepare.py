@@ -1,6 +1,6 @@
 """prepare: turns the rows of a data set into prompts with ids."""
 
-import _path  # noqa: F401, I001  (first: see there)
+import _path
 import argparse
 import subprocess
 import sys
@@ -21,22 +21,37 @@ def build(arguments: argparse.Namespace) -> None:
         if stage.params.server.warm and dataset.answers == "generate":
             warm_server(arguments)
         renderer = Renderer(Target(arguments.target))
-        rows = counted(sources.rows(dataset.source), f"prepare {name}", sources.count(dataset.source), "rows")
+        rows = counted(
+            sources.rows(dataset.source), f"prepare {name}", sources.count(dataset.source), "rows"
+        )
         kept, rejects, stats = prompts.select(rows, dataset, limits, renderer)
         prompts.refuse_if_too_many_rejected(name, stats, rejects, limits.max_reject_rate)
         prompts.write(arguments.out, kept, rejects, {**stats, "template": probe(renderer)})
         reasons = ", ".join(f"{reason} {count}" for reason, count in stats["reasons"].items())
-        stage.say(f"{stats['kept']} of {stats['usable']} usable prompts kept, {stats['rows']} rows read, "
-                  f"{stats['duplicates']} duplicates, {stats['rejected']} rejected{f' ({reasons})' if reasons else ''}")
+        stage.say(
+            f"{stats['kept']} of {stats['usable']} usable prompts kept, {stats['rows']} rows read, "
+            f"{stats['duplicates']} duplicates, {stats['rejected']} rejected{f' ({reasons})' if reasons else ''}"
+        )
 
 
 def warm_server(arguments: argparse.Namespace) -> None:
     """Has the server start while rows become prompts. Not a dependency of anything: a program of its own, whose code
     is none of this stage's, and which does nothing where no build drives it or another engine answers."""
     subprocess.Popen(
-        [sys.executable, Path(__file__).with_name("server.py"), "warm", "--params", arguments.params,
-         "--target", arguments.target],
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+        [
+            sys.executable,
+            Path(__file__).with_name("server.py"),
+            "warm",
+            "--params",
+            arguments.params,
+            "--target",
+            arguments.target,
+        ],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 if __name__ == "__main__":

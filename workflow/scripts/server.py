@@ -1,6 +1,6 @@
 """server: the SGLang server by hand. `warm` starts it for the build that calls this; `run` holds it until Ctrl-C."""
 
-import _path  # noqa: F401, I001  (first: see there)
+import _path
 import argparse
 import sys
 import time

@@ -1,6 +1,6 @@
 """status: how generation stands. Changes nothing; works while a build runs and after a crash."""
 
-import _path  # noqa: F401, I001  (first: see there)
+import _path
 import argparse
 import contextlib
 import sys
@@ -13,8 +13,17 @@ from eagle3.core.errors import Refusal
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--params", default="params.yaml")
-    parser.add_argument("--watch", nargs="?", type=float, const=2.0, metavar="SECONDS", help="show it again and again")
-    parser.add_argument("--json", action="store_true", help="everything known of the data sets, for programs")
+    parser.add_argument(
+        "--watch",
+        nargs="?",
+        type=float,
+        const=2.0,
+        metavar="SECONDS",
+        help="show it again and again",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="everything known of the data sets, for programs"
+    )
     arguments = parser.parse_args()
     try:
         content = params.load(arguments.params)
@@ -27,7 +36,11 @@ def main() -> None:
         with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
             status.watch(names, content.server.endpoints, arguments.watch)
     else:
-        given = [f"{name}: its answers are given, nothing to generate" for name in content.datasets if name not in names]
+        given = [
+            f"{name}: its answers are given, nothing to generate"
+            for name in content.datasets
+            if name not in names
+        ]
         print("\n".join([*status.lines(names, content.server.endpoints), *given]))
 
 

@@ -1,6 +1,6 @@
 """target: brings the target model to data/target, or describes it where it lies."""
 
-import _path  # noqa: F401, I001  (first: see there)
+import _path
 import argparse
 from pathlib import Path
 
@@ -24,8 +24,10 @@ def build(arguments: argparse.Namespace) -> None:
             else:
                 info = describe(path, params, outside=True)
             write_json(folder / "target.json", info)
-        stage.say(f"{info['architecture']}, {info['num_layers']} layers, hidden size {info['hidden_size']}, "
-                  f"vocabulary {info['vocab_size']}, digest {info['digest'][:12]}")
+        stage.say(
+            f"{info['architecture']}, {info['num_layers']} layers, hidden size {info['hidden_size']}, "
+            f"vocabulary {info['vocab_size']}, digest {info['digest'][:12]}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """trace: lists what a drafter was made from, down to data set rows and server fingerprint, and what is missing here."""
 
-import _path  # noqa: F401, I001  (first: see there)
+import _path
 import argparse
 import json
 import sys
@@ -12,7 +12,13 @@ from eagle3.core.errors import Refusal
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("drafter", type=Path, nargs="?", default=Path("data/drafter"), help="folder that train wrote")
+    parser.add_argument(
+        "drafter",
+        type=Path,
+        nargs="?",
+        default=Path("data/drafter"),
+        help="folder that train wrote",
+    )
     parser.add_argument("--json", action="store_true", help="print plain values for programs")
     arguments = parser.parse_args()
     try:

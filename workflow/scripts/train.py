@@ -1,6 +1,6 @@
 """train: trains the drafter on the hidden states and exports it for SGLang."""
 
-import _path  # noqa: F401, I001  (first: see there)
+import _path
 import argparse
 import csv
 import os
@@ -26,8 +26,19 @@ from eagle3.core.stage import Stage, main, running
 from eagle3.target.model import Target
 from eagle3.training.trainer import Progressed, Trainer
 
-KEPT = ("target_digest", "hidden_size", "layers", "convention", "last_is", "dtype", "tokenizer_digest", "records_digest",
-        "tokens", "rows", "engine")
+KEPT = (
+    "target_digest",
+    "hidden_size",
+    "layers",
+    "convention",
+    "last_is",
+    "dtype",
+    "tokenizer_digest",
+    "records_digest",
+    "tokens",
+    "rows",
+    "engine",
+)
 
 
 def build(arguments: argparse.Namespace) -> None:
@@ -35,7 +46,9 @@ def build(arguments: argparse.Namespace) -> None:
         watch_ancestors()
         train(Stage("train", arguments.params), arguments)
         return
-    with running("train", arguments.params, [arguments.target, arguments.vocab, arguments.hidden_states]) as stage:
+    with running(
+        "train", arguments.params, [arguments.target, arguments.vocab, arguments.hidden_states]
+    ) as stage:
         processes = stage.params.runtime.processes
         if processes > 1:
             parallel.launch(__file__, sys.argv[1:], processes)
@@ -54,16 +67,28 @@ def train(stage: Stage, arguments: argparse.Namespace) -> None:
     say = stage.say if leader else (lambda text: None)
     folders = [arguments.hidden_states / name for name in dataset_names(arguments)]
     first = shards.read_manifest(folders[0])
-    expected = {"target_digest": target.digest, "hidden_size": target.hidden_size,
-                **{key: first[key] for key in ("layers", "convention", "last_is", "dtype")}}
+    expected = {
+        "target_digest": target.digest,
+        "hidden_size": target.hidden_size,
+        **{key: first[key] for key in ("layers", "convention", "last_is", "dtype")},
+    }
     training = shards.ShardSet(folders, "train", expected, verify=leader)
     validation = shards.ShardSet(folders, "validation", expected, verify=False)
     d2t, t2d = vocab.read(arguments.vocab)
-    config = drafters.drafter_config(target.config, params.architecture.model_dump(), len(d2t),
-                                     layers.config_ids(first["layers"], first["convention"]), target_dtype(target))
-    identity = {"params": params.model_dump(), "config": config, "vocab": digest_file(arguments.vocab),
-                "hidden_states": {n: {k: m.get(k) for k in KEPT} for n, m in training.manifests.items()},
-                "warm_start": warm_start.digest(params.warm_start)}
+    config = drafters.drafter_config(
+        target.config,
+        params.architecture.model_dump(),
+        len(d2t),
+        layers.config_ids(first["layers"], first["convention"]),
+        target_dtype(target),
+    )
+    identity = {
+        "params": params.model_dump(),
+        "config": config,
+        "vocab": digest_file(arguments.vocab),
+        "hidden_states": {n: {k: m.get(k) for k in KEPT} for n, m in training.manifests.items()},
+        "warm_start": warm_start.digest(params.warm_start),
+    }
     if not leader:
         processes.wait()  # the first process alone clears away checkpoints of another run
     checkpoints = Checkpoints(stage.work, identity, stage.params.runtime.keep_checkpoints)
@@ -71,21 +96,32 @@ def train(stage: Stage, arguments: argparse.Namespace) -> None:
         processes.wait()
     compute = getattr(torch, params.dtype)
     head = target.head().to(compute)
-    drafter = drafters.Drafter(config, target.embedding().to(compute), d2t, t2d).initialise(head.float(), params.seed)
-    say(f"{len(training)} training and {len(validation)} validation sequences, {sum(training.lengths):,} tokens, "
-        f"{sum(p.numel() for p in drafter.parameters()):,} weights")
+    drafter = drafters.Drafter(config, target.embedding().to(compute), d2t, t2d).initialise(
+        head.float(), params.seed
+    )
+    say(
+        f"{len(training)} training and {len(validation)} validation sequences, {sum(training.lengths):,} tokens, "
+        f"{sum(p.numel() for p in drafter.parameters()):,} weights"
+    )
     fresh = checkpoints.latest() is None
     made_with = origin(checkpoints.folder, fresh) if leader else {}
     start = warm_start.weights(drafter, params, training, say) if fresh else None
-    trainer = Trainer(drafter, head, training, validation, params, stage.params.runtime, checkpoints, say, start)
+    trainer = Trainer(
+        drafter, head, training, validation, params, stage.params.runtime, checkpoints, say, start
+    )
     done = trainer.run()
     processes.close()
     if leader:
         write(arguments.out, done, config, identity, made_with)
-        best = f"at update {done.best_update} of {done.update}" if done.best_update else (
-            f"at its start, which {done.update} updates did not improve")
-        say(f"accept length {done.history[0]['accept_length']:.3f} untrained, {done.best_length:.3f} {best} "
-            f"({params.steps} steps, simulated)")
+        best = (
+            f"at update {done.best_update} of {done.update}"
+            if done.best_update
+            else (f"at its start, which {done.update} updates did not improve")
+        )
+        say(
+            f"accept length {done.history[0]['accept_length']:.3f} untrained, {done.best_length:.3f} {best} "
+            f"({params.steps} steps, simulated)"
+        )
 
 
 def target_dtype(target: Target) -> str:
@@ -103,8 +139,14 @@ def origin(folder: Path, fresh: bool) -> dict[str, str]:
     again writes the same bytes."""
     path = folder / "origin.json"
     if fresh or not path.exists():
-        write_json(path, {"git_commit": git("rev-parse", "HEAD").strip(), "torch": torch.__version__,
-                          "transformers": transformers.__version__})
+        write_json(
+            path,
+            {
+                "git_commit": git("rev-parse", "HEAD").strip(),
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+            },
+        )
     return read_json(path)
 
 
@@ -114,12 +156,26 @@ def write(out: Path, done: Progressed, config: dict, identity: dict, made_with: 
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         export.write(folder, done.best, config)
-        best = max((row for row in done.history if row["update"] == done.best_update), key=lambda row: row["accept_length"])
-        write_json(folder / "metrics.json", {
-            "accept_length": best["accept_length"], "accept_length_untrained": done.history[0]["accept_length"],
-            "accuracy": {f"step_{k}": best[f"accuracy_{k}"] for k in range(identity["params"]["steps"])},
-            "conditional": {f"step_{k}": best[f"conditional_{k}"] for k in range(identity["params"]["steps"])},
-            "best_update": done.best_update, "updates": done.update})
+        best = max(
+            (row for row in done.history if row["update"] == done.best_update),
+            key=lambda row: row["accept_length"],
+        )
+        write_json(
+            folder / "metrics.json",
+            {
+                "accept_length": best["accept_length"],
+                "accept_length_untrained": done.history[0]["accept_length"],
+                "accuracy": {
+                    f"step_{k}": best[f"accuracy_{k}"] for k in range(identity["params"]["steps"])
+                },
+                "conditional": {
+                    f"step_{k}": best[f"conditional_{k}"]
+                    for k in range(identity["params"]["steps"])
+                },
+                "best_update": done.best_update,
+                "updates": done.update,
+            },
+        )
         write_json(folder / "training.json", {**identity, "made_with": made_with})
         with open(folder / "curves.csv", "w", newline="") as file:
             rows = csv.DictWriter(file, list(done.history[0]), lineterminator="\n")

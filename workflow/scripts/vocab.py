@@ -1,6 +1,6 @@
 """vocab: chooses the draft vocabulary from the supervised tokens of all data sets."""
 
-import _path  # noqa: F401, I001  (first: see there)
+import _path
 import argparse
 from collections import Counter
 from pathlib import Path
@@ -23,24 +23,42 @@ def build(arguments: argparse.Namespace) -> None:
         required = vocab.required_ids(target.tokenizer, target.stop_ids, target.vocab_size)
         ids = vocab.choose(train, required, size, target.vocab_size)
         chosen = set(ids)
-        coverage = {split: share(sum((c[split] for c in counts.values()), Counter()), chosen)
-                    for split in ("train", "validation")}
+        coverage = {
+            split: share(sum((c[split] for c in counts.values()), Counter()), chosen)
+            for split in ("train", "validation")
+        }
         if coverage["train"] < stage.params.vocab.min_coverage:
-            raise Refusal(f"the draft vocabulary of {size} covers {coverage['train']:.1%} of supervised tokens, less than "
-                          f"vocab.min_coverage {stage.params.vocab.min_coverage:.1%}; raise vocab.size")
-        write_json(arguments.out.with_suffix(".json"), {
-            "size": size, "distinct_supervised": len(train), "coverage": coverage,
-            "coverage_by_dataset": {name: share(c["train"] + c["validation"], chosen) for name, c in counts.items()},
-            "datasets": {name: digest_file(arguments.records / f"{name}.parquet") for name in names}})
+            raise Refusal(
+                f"the draft vocabulary of {size} covers {coverage['train']:.1%} of supervised tokens, less than "
+                f"vocab.min_coverage {stage.params.vocab.min_coverage:.1%}; raise vocab.size"
+            )
+        write_json(
+            arguments.out.with_suffix(".json"),
+            {
+                "size": size,
+                "distinct_supervised": len(train),
+                "coverage": coverage,
+                "coverage_by_dataset": {
+                    name: share(c["train"] + c["validation"], chosen) for name, c in counts.items()
+                },
+                "datasets": {
+                    name: digest_file(arguments.records / f"{name}.parquet") for name in names
+                },
+            },
+        )
         vocab.write(arguments.out, ids, target.vocab_size)
-        stage.say(f"{size} draft tokens; {len(train)} distinct ones are supervised, "
-                  f"{coverage['train']:.2%} of their occurrences covered")
+        stage.say(
+            f"{size} draft tokens; {len(train)} distinct ones are supervised, "
+            f"{coverage['train']:.2%} of their occurrences covered"
+        )
 
 
 def count_supervised(path: Path) -> dict[str, Counter]:
     counts = {"train": Counter(), "validation": Counter()}
     for record in counted(records.read(path), f"vocab {path.stem}", records.count(path), "records"):
-        counts[record.split].update(i for i, kept in zip(record.input_ids, record.loss_mask) if kept)
+        counts[record.split].update(
+            i for i, kept in zip(record.input_ids, record.loss_mask) if kept
+        )
     return counts
 
 

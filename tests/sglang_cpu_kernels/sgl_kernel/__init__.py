@@ -20,6 +20,7 @@ def __getattr__(name):
 
     def missing(*args, **kwargs):
         raise NotImplementedError("sgl_kernel." + name)
+
     return missing
 
 
@@ -32,41 +33,69 @@ def copy_all_layer_kv_cache_cpu(data_ptrs, strides, tgt_loc, src_loc):
             ctypes.memmove(address + size * target, row, size)
 
 
-def assign_req_to_token_pool_cpu(req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, pool_len):
+def assign_req_to_token_pool_cpu(
+    req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, pool_len
+):
     """New slots, all requests' one after another, into each request's places from start to end."""
     done = 0
-    for request, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist()):
-        req_to_token[request, start:end] = out_cache_loc[done:done + end - start].to(req_to_token.dtype)
+    for request, start, end in zip(
+        req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist()
+    ):
+        req_to_token[request, start:end] = out_cache_loc[done : done + end - start].to(
+            req_to_token.dtype
+        )
         done += end - start
 
 
-def assign_extend_cache_locs_cpu(req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, pool_len):
+def assign_extend_cache_locs_cpu(
+    req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, pool_len
+):
     """The slots of each request's places from start to end, one request after another."""
     done = 0
-    for request, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist()):
-        out_cache_loc[done:done + end - start] = req_to_token[request, start:end]
+    for request, start, end in zip(
+        req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist()
+    ):
+        out_cache_loc[done : done + end - start] = req_to_token[request, start:end]
         done += end - start
 
 
-def assign_draft_cache_locs_contiguous_cpu(req_pool_indices, req_to_token, seq_lens, out_cache_loc, pool_len, topk, num_steps):
+def assign_draft_cache_locs_contiguous_cpu(
+    req_pool_indices, req_to_token, seq_lens, out_cache_loc, pool_len, topk, num_steps
+):
     """The slots of the `topk * num_steps` places that follow each sequence."""
     count = topk * num_steps
-    assign_extend_cache_locs_cpu(req_pool_indices, req_to_token, seq_lens, seq_lens + count, out_cache_loc, pool_len)
+    assign_extend_cache_locs_cpu(
+        req_pool_indices, req_to_token, seq_lens, seq_lens + count, out_cache_loc, pool_len
+    )
 
 
-def build_draft_decode_metadata_cpu(req_to_token, req_pool_indices, seq_lens, topk, num_steps, pool_len):
+def build_draft_decode_metadata_cpu(
+    req_to_token, req_pool_indices, seq_lens, topk, num_steps, pool_len
+):
     """A row of slots for each candidate: those of the sequence, then its own `num_steps`."""
     found = req_to_token.new_zeros(len(req_pool_indices) * topk, pool_len)
     for n, (request, length) in enumerate(zip(req_pool_indices.tolist(), seq_lens.tolist())):
         for k in range(topk):
             begin, row = length + k * num_steps, found[n * topk + k]
             row[:length] = req_to_token[request, :length]
-            row[length:length + num_steps] = req_to_token[request, begin:begin + num_steps]
+            row[length : length + num_steps] = req_to_token[request, begin : begin + num_steps]
     return found
 
 
-def build_tree_kernel_efficient_cpu(parent_list, selected_index, verified_seq_len, tree_mask, positions, retrive_index,
-                                    retrive_next_token, retrive_next_sibling, topk, depth, draft_token_num, tree_mask_mode):
+def build_tree_kernel_efficient_cpu(
+    parent_list,
+    selected_index,
+    verified_seq_len,
+    tree_mask,
+    positions,
+    retrive_index,
+    retrive_next_token,
+    retrive_next_sibling,
+    topk,
+    depth,
+    draft_token_num,
+    tree_mask_mode,
+):
     """Links, depths and ancestors of the drafted tokens. Node 0 of each tree is the token already accepted."""
     assert int(tree_mask_mode) == 1, "only QLEN_ONLY masks, which SGLang uses on a CPU"
     mask = tree_mask.view(-1, draft_token_num, draft_token_num)
@@ -75,7 +104,9 @@ def build_tree_kernel_efficient_cpu(parent_list, selected_index, verified_seq_le
         depths, last_child = [0] * draft_token_num, {}
         mask[b] = torch.eye(draft_token_num, dtype=mask.dtype)
         for i in range(1, draft_token_num):
-            group = chosen[i - 1] // topk  # candidates come in groups of topk, one for each token that was expanded
+            group = (
+                chosen[i - 1] // topk
+            )  # candidates come in groups of topk, one for each token that was expanded
             parent = 1 + chosen.index(parents[group]) if group else 0
             depths[i] = depths[parent] + 1
             mask[b, i] |= mask[b, parent]
@@ -89,8 +120,16 @@ def build_tree_kernel_efficient_cpu(parent_list, selected_index, verified_seq_le
         retrive_index[b] = torch.arange(places.start, places.stop)
 
 
-def verify_tree_greedy_cpu(predicts, accept_index, accept_token_num, candidates, retrive_index, retrive_next_token,
-                           retrive_next_sibling, target_predict):
+def verify_tree_greedy_cpu(
+    predicts,
+    accept_index,
+    accept_token_num,
+    candidates,
+    retrive_index,
+    retrive_next_token,
+    retrive_next_sibling,
+    target_predict,
+):
     """Follows from the root the child that the target predicts, as long as there is one."""
     for b in range(len(candidates)):
         node, accepted = 0, 0
@@ -119,12 +158,15 @@ def fill_accept_out_cache_loc_cpu(accept_index, out_cache_loc, accept_out_cache_
     """The slots of the accepted tokens, without gaps."""
     accepted = accept_index.flatten()[:size]
     slots = out_cache_loc[accepted[accepted > -1].long()]
-    accept_out_cache_loc[:len(slots)] = slots
+    accept_out_cache_loc[: len(slots)] = slots
 
 
 def _attend(query, output, keys, values, slots, scale, mask):
     """One sequence: `query` [tokens, heads, size] on the cache's `slots`."""
-    heads = (each.movedim(0, 1)[None] for each in (query, keys[slots].to(query.dtype), values[slots].to(query.dtype)))
+    heads = (
+        each.movedim(0, 1)[None]
+        for each in (query, keys[slots].to(query.dtype), values[slots].to(query.dtype))
+    )
     made = scaled_dot_product_attention(*heads, attn_mask=mask, scale=scale, enable_gqa=True)
     output.copy_(made[0].movedim(0, 1))
 
@@ -134,36 +176,99 @@ def _refuse(logit_cap, is_cross_attn, sliding_window_size, sinks):
         raise NotImplementedError("attention with a cap, a window, sinks or an encoder")
 
 
-def decode_attention_cpu(query, k_cache, v_cache, k_scale, v_scale, output, key, value, loc, attn_logits, req_to_token,
-                         req_pool_indices, seq_lens, sm_scale, logit_cap, is_cross_attn, sliding_window_size, encoder_lens,
-                         sinks):
+def decode_attention_cpu(
+    query,
+    k_cache,
+    v_cache,
+    k_scale,
+    v_scale,
+    output,
+    key,
+    value,
+    loc,
+    attn_logits,
+    req_to_token,
+    req_pool_indices,
+    seq_lens,
+    sm_scale,
+    logit_cap,
+    is_cross_attn,
+    sliding_window_size,
+    encoder_lens,
+    sinks,
+):
     """Writes keys and values to the cache at `loc`; then one token of each sequence attends to the whole of it."""
     _refuse(logit_cap, is_cross_attn, sliding_window_size, sinks)
     if key is not None:
         k_cache[loc] = key.view(-1, *k_cache.shape[1:]).to(k_cache.dtype)
         v_cache[loc] = value.view(-1, *v_cache.shape[1:]).to(v_cache.dtype)
     for n, (request, length) in enumerate(zip(req_pool_indices.tolist(), seq_lens.tolist())):
-        _attend(query[n:n + 1], output[n:n + 1], k_cache, v_cache, req_to_token[request, :length], sm_scale, None)
+        _attend(
+            query[n : n + 1],
+            output[n : n + 1],
+            k_cache,
+            v_cache,
+            req_to_token[request, :length],
+            sm_scale,
+            None,
+        )
 
 
-def extend_attention_cpu(query, key, value, output, k_cache, v_cache, k_scale, v_scale, req_to_token, req_pool_indices,
-                         seq_lens, extend_seq_lens, extend_start_loc, max_extend_len, sm_scale, logit_cap, is_cross_attn,
-                         sliding_window_size, encoder_lens, sinks, tree_mask, is_causal):
+def extend_attention_cpu(
+    query,
+    key,
+    value,
+    output,
+    k_cache,
+    v_cache,
+    k_scale,
+    v_scale,
+    req_to_token,
+    req_pool_indices,
+    seq_lens,
+    extend_seq_lens,
+    extend_start_loc,
+    max_extend_len,
+    sm_scale,
+    logit_cap,
+    is_cross_attn,
+    sliding_window_size,
+    encoder_lens,
+    sinks,
+    tree_mask,
+    is_causal,
+):
     """The last `extend_seq_lens` tokens of each sequence attend to what is before them, or among themselves by `tree_mask`.
 
     Their keys and values are in the cache already.
     """
     _refuse(logit_cap, is_cross_attn, sliding_window_size, sinks)
-    for n, (request, length, count, start) in enumerate(zip(*(each.tolist() for each in (
-            req_pool_indices, seq_lens, extend_seq_lens, extend_start_loc)))):
+    for n, (request, length, count, start) in enumerate(
+        zip(
+            *(
+                each.tolist()
+                for each in (req_pool_indices, seq_lens, extend_seq_lens, extend_start_loc)
+            )
+        )
+    ):
         mask = torch.ones(count, length, dtype=torch.bool)
         if tree_mask is not None:
-            mask[:, length - count:] = tree_mask.view(-1, count, count)[n]
+            mask[:, length - count :] = tree_mask.view(-1, count, count)[n]
         elif is_causal:
             mask = mask.tril(length - count)
-        _attend(query[start:start + count], output[start:start + count], k_cache, v_cache, req_to_token[request, :length],
-                sm_scale, mask)
+        _attend(
+            query[start : start + count],
+            output[start : start + count],
+            k_cache,
+            v_cache,
+            req_to_token[request, :length],
+            sm_scale,
+            mask,
+        )
 
 
-for _operator in (decode_attention_cpu, extend_attention_cpu):  # the backend takes these from torch, not from here
+for _operator in (
+    decode_attention_cpu,
+    extend_attention_cpu,
+):  # the backend takes these from torch, not from here
     setattr(torch.ops.sgl_kernel, _operator.__name__, _operator)

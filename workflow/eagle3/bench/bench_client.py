@@ -24,8 +24,10 @@ class BenchClient:
             status, text = asyncio.run(self._call("GET", path))
             if status == 200:
                 return json.loads(text)
-        raise Refusal(f"{self.url} answers {status} to /server_info and /get_server_info, so the arms cannot be compared; "
-                      "is this a SGLang server?")
+        raise Refusal(
+            f"{self.url} answers {status} to /server_info and /get_server_info, so the arms cannot be compared; "
+            "is this a SGLang server?"
+        )
 
     def flush(self, tries: int = 20) -> None:
         """Empties the prefix cache. A server that still works on something refuses; it is asked again for a while."""
@@ -34,7 +36,9 @@ class BenchClient:
             if status == 200:
                 return
             time.sleep(0.25)
-        raise Refusal(f"{self.url} does not flush its cache ({status}: {text[:100]}); something else is using this server")
+        raise Refusal(
+            f"{self.url} does not flush its cache ({status}: {text[:100]}); something else is using this server"
+        )
 
     async def _call(self, method: str, path: str) -> tuple[int, str]:
         try:
@@ -42,10 +46,18 @@ class BenchClient:
                 async with session.request(method, self.url + path) as response:
                     return response.status, await response.text()
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise Refusal(f"the server at {self.url} does not answer {path}: {error or 'timeout'}; see its log") from None
+            raise Refusal(
+                f"the server at {self.url} does not answer {path}: {error or 'timeout'}; see its log"
+            ) from None
 
-    def answers(self, prompts: list[Prompt], concurrency: int, max_new_tokens: int, repeat: int = 0,
-                stream: bool = False) -> tuple[list[Served], float]:
+    def answers(
+        self,
+        prompts: list[Prompt],
+        concurrency: int,
+        max_new_tokens: int,
+        repeat: int = 0,
+        stream: bool = False,
+    ) -> tuple[list[Served], float]:
         """(a row per prompt, seconds in all), greedy, `concurrency` requests in flight. Failures are rows with `error`."""
         return asyncio.run(self._answers(prompts, concurrency, max_new_tokens, repeat, stream))
 
@@ -53,8 +65,11 @@ class BenchClient:
         waiting = iter(prompts)
         rows: list[Served] = []
         # An event of a stream is one line with all tokens so far: longer than the default buffer for long answers.
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), read_bufsize=1 << 24,
-                                         timeout=aiohttp.ClientTimeout(self.timeout)) as session:
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            read_bufsize=1 << 24,
+            timeout=aiohttp.ClientTimeout(self.timeout),
+        ) as session:
 
             async def work():
                 for prompt in waiting:
@@ -65,9 +80,14 @@ class BenchClient:
             wall = time.perf_counter() - start
         return rows, wall
 
-    async def _answer(self, session, prompt: Prompt, max_new_tokens: int, repeat: int, stream: bool) -> Served:
-        body = {"input_ids": prompt["prompt_ids"], "stream": stream,
-                "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens}}
+    async def _answer(
+        self, session, prompt: Prompt, max_new_tokens: int, repeat: int, stream: bool
+    ) -> Served:
+        body = {
+            "input_ids": prompt["prompt_ids"],
+            "stream": stream,
+            "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens},
+        }
         row = Served(prompt["dataset"], prompt["id"], repeat)
         start = time.perf_counter()
         try:
@@ -113,7 +133,11 @@ def read_answer(row: Served, answer: dict[str, Any]) -> None:
         raise ValueError(f"aborted: {reason.get('message', '')[:200]}")
     row.ids = list(answer["output_ids"])
     if meta["completion_tokens"] != len(row.ids):
-        raise ValueError(f"{len(row.ids)} output_ids, but completion_tokens {meta['completion_tokens']}")
+        raise ValueError(
+            f"{len(row.ids)} output_ids, but completion_tokens {meta['completion_tokens']}"
+        )
     row.cycles = meta.get("spec_verify_ct", 0)
-    row.accepted = list(meta.get("spec_correct_drafts_histogram") or meta.get("spec_accept_histogram") or [])
+    row.accepted = list(
+        meta.get("spec_correct_drafts_histogram") or meta.get("spec_accept_histogram") or []
+    )
     row.cached = meta.get("cached_tokens", 0)

@@ -53,8 +53,11 @@ class Arm:
 
     def of(self, dataset: str) -> "Arm":
         """The rows of one data set; the walls stay, since all sets share them."""
-        return Arm([r for r in self.rows if r.dataset == dataset], self.walls,
-                   [r for r in self.streamed if r.dataset == dataset])
+        return Arm(
+            [r for r in self.rows if r.dataset == dataset],
+            self.walls,
+            [r for r in self.streamed if r.dataset == dataset],
+        )
 
 
 @dataclass
@@ -69,8 +72,13 @@ class Simulated:
     conditional: list[float]
 
 
-def figures(baseline: Arm, speculative: Arm, steps: int, simulated: Simulated | None,
-            name: str | None = None) -> dict[str, Any]:
+def figures(
+    baseline: Arm,
+    speculative: Arm,
+    steps: int,
+    simulated: Simulated | None,
+    name: str | None = None,
+) -> dict[str, Any]:
     """The figures of one cell, of all its rows or of data set `name`. `simulated` belongs to the same rows."""
     scale = {"baseline": baseline.parallelism, "speculative": speculative.parallelism}
     arms = {"baseline": baseline, "speculative": speculative}
@@ -81,7 +89,9 @@ def figures(baseline: Arm, speculative: Arm, steps: int, simulated: Simulated | 
     low, high = interval(arms["baseline"].rows, arms["speculative"].rows)
     length = accept_lengths(arms["speculative"].rows, simulated)
     times = step_times(arms["baseline"], arms["speculative"])
-    length["break_even"] = times["verify_cycle"] / times["decode_step"] if times["decode_step"] else None
+    length["break_even"] = (
+        times["verify_cycle"] / times["decode_step"] if times["decode_step"] else None
+    )
     good = [row for row in arms["speculative"].rows if not row.error]
     return {
         "prompts": len({row.id for row in good}),
@@ -90,14 +100,23 @@ def figures(baseline: Arm, speculative: Arm, steps: int, simulated: Simulated | 
         "errors": {arm: sum(bool(r.error) for r in rows.rows) for arm, rows in arms.items()},
         "verify_cycles": sum(r.cycles for r in good),
         "tokens_per_second": rates,
-        "speed_up": speed_up, "speed_up_low": speed_up * low, "speed_up_high": speed_up * high,
+        "speed_up": speed_up,
+        "speed_up_low": speed_up * low,
+        "speed_up_high": speed_up * high,
         "accept_length": length,
         "acceptance": acceptance(good, steps),
-        "conditional": {f"step_{k}": a for k, a in enumerate(simulated.conditional)} if simulated else None,
+        "conditional": {f"step_{k}": a for k, a in enumerate(simulated.conditional)}
+        if simulated
+        else None,
         "seconds": times,
-        "first_token": {arm: spread([r.first for r in rows.streamed if r.first is not None]) for arm, rows in arms.items()},
-        "inter_token": {arm: spread([t for r in rows.streamed if (t := token_time(r)) is not None])
-                        for arm, rows in arms.items()},
+        "first_token": {
+            arm: spread([r.first for r in rows.streamed if r.first is not None])
+            for arm, rows in arms.items()
+        },
+        "inter_token": {
+            arm: spread([t for r in rows.streamed if (t := token_time(r)) is not None])
+            for arm, rows in arms.items()
+        },
         "outputs": compare_outputs(arms["baseline"].rows, arms["speculative"].rows),
     }
 
@@ -123,9 +142,12 @@ def accept_lengths(rows: list[Served], simulated: Simulated | None) -> dict[str,
         per_cycle = 1 + accepted / cycles
     else:
         per_cycle = (tokens - len(good)) / cycles
-    return {"served": tokens / cycles if cycles else None, "per_cycle": per_cycle,
-            "simulated": simulated.average if simulated else None,
-            "replayed": simulated.tokens / simulated.cycles if simulated and simulated.cycles else None}
+    return {
+        "served": tokens / cycles if cycles else None,
+        "per_cycle": per_cycle,
+        "simulated": simulated.average if simulated else None,
+        "replayed": simulated.tokens / simulated.cycles if simulated and simulated.cycles else None,
+    }
 
 
 def acceptance(rows: list[Served], steps: int) -> dict[str, float] | None:
@@ -133,7 +155,10 @@ def acceptance(rows: list[Served], steps: int) -> dict[str, float] | None:
     cycles = sum(sum(row.accepted) for row in rows)
     if not cycles:
         return None
-    return {f"position_{k}": sum(sum(row.accepted[k + 1:]) for row in rows) / cycles for k in range(steps)}
+    return {
+        f"position_{k}": sum(sum(row.accepted[k + 1 :]) for row in rows) / cycles
+        for k in range(steps)
+    }
 
 
 def step_times(baseline: Arm, speculative: Arm) -> dict[str, float | None]:
@@ -141,8 +166,13 @@ def step_times(baseline: Arm, speculative: Arm) -> dict[str, float | None]:
     plain = [r for r in baseline.streamed if not r.error and r.first is not None and len(r.ids) > 1]
     drafted = [r for r in speculative.streamed if not r.error and r.first is not None and r.cycles]
     return {
-        "decode_step": sum(r.seconds - r.first for r in plain) / sum(len(r.ids) - 1 for r in plain) if plain else None,
-        "verify_cycle": sum(r.seconds - r.first for r in drafted) / sum(r.cycles for r in drafted) if drafted else None}
+        "decode_step": sum(r.seconds - r.first for r in plain) / sum(len(r.ids) - 1 for r in plain)
+        if plain
+        else None,
+        "verify_cycle": sum(r.seconds - r.first for r in drafted) / sum(r.cycles for r in drafted)
+        if drafted
+        else None,
+    }
 
 
 def token_time(row: Served) -> float | None:
@@ -159,14 +189,22 @@ def spread(values: list[float]) -> dict[str, float] | None:
     return {"median": float(numpy.median(values)), "p95": float(numpy.percentile(values, 95))}
 
 
-def interval(baseline: list[Served], speculative: list[Served], resamples: int = RESAMPLES) -> tuple[float, float]:
+def interval(
+    baseline: list[Served], speculative: list[Served], resamples: int = RESAMPLES
+) -> tuple[float, float]:
     """95 % interval of the speed-up, relative to it: (0.97, 1.02) means from 3 % under to 2 % over.
 
     Bootstrap over prompts and repeats at once; a prompt keeps both arms' times together, so that long answers cancel.
     Only answers that both arms gave count. Source: two-way bootstrap of a ratio estimator.
     """
-    times = [{(row.id, row.repeat): (len(row.ids), row.seconds) for row in rows if not row.error and row.seconds > 0}
-             for rows in (baseline, speculative)]
+    times = [
+        {
+            (row.id, row.repeat): (len(row.ids), row.seconds)
+            for row in rows
+            if not row.error and row.seconds > 0
+        }
+        for rows in (baseline, speculative)
+    ]
     both = times[0].keys() & times[1].keys()
     if not both:
         return 1.0, 1.0
@@ -200,11 +238,15 @@ def compare_outputs(baseline: list[Served], speculative: list[Served]) -> dict[s
     pairs = [(answers[0][p][0], answers[1][p][0]) for p in both]
     prefixes = [common_prefix(a, b) / max(len(a), len(b), 1) for a, b in pairs]
     return {
-        "compared": len(pairs), "equal": sum(a == b for a, b in pairs),
+        "compared": len(pairs),
+        "equal": sum(a == b for a, b in pairs),
         "common_prefix_share": sum(prefixes) / len(prefixes) if prefixes else None,
-        "equal_to_itself": {arm: sum(all(a == found[0] for a in found) for found in known.values())
-                            if any(len(found) > 1 for found in known.values()) else None
-                            for arm, known in zip(("baseline", "speculative"), answers)},
+        "equal_to_itself": {
+            arm: sum(all(a == found[0] for a in found) for found in known.values())
+            if any(len(found) > 1 for found in known.values())
+            else None
+            for arm, known in zip(("baseline", "speculative"), answers)
+        },
     }
 
 

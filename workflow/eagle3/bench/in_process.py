@@ -11,8 +11,15 @@ from eagle3.target.model import Target
 
 
 @torch.inference_mode()
-def measure(target: Target, drafter: Drafter, layers: list[int], prompts: list[Prompt], variant: Variant,
-            max_new_tokens: int, repeats: int = 1) -> Measured:
+def measure(
+    target: Target,
+    drafter: Drafter,
+    layers: list[int],
+    prompts: list[Prompt],
+    variant: Variant,
+    max_new_tokens: int,
+    repeats: int = 1,
+) -> Measured:
     """Both arms over `prompts`, after one warm-up. The arms take turns at going first, prompt by prompt, and every second
     repeat turns both round."""
     model = target.load_model()
@@ -25,14 +32,22 @@ def measure(target: Target, drafter: Drafter, layers: list[int], prompts: list[P
             for place, prompt in enumerate(prompts[:: -1 if repeat % 2 else 1]):
                 for arm in (0, 1) if (place + repeat) % 2 == 0 else (1, 0):
                     if arm:
-                        answer = decoder.speculative(prompt["prompt_ids"], max_new_tokens, variant.steps)
+                        answer = decoder.speculative(
+                            prompt["prompt_ids"], max_new_tokens, variant.steps
+                        )
                     else:
                         answer = decoder.plain(prompt["prompt_ids"], max_new_tokens)
-                    arms[arm].rows.append(row_of(prompt, answer, repeat, variant.steps if arm else 0))
+                    arms[arm].rows.append(
+                        row_of(prompt, answer, repeat, variant.steps if arm else 0)
+                    )
                 bar.add(1, tokens=len(arms[0].rows[-1].ids) + len(arms[1].rows[-1].ids))
     for arm in arms:
-        arm.streamed = arm.rows  # the loop knows when the prefill ended, so no run of its own is needed
-        arm.walls = {r: sum(row.seconds for row in arm.rows if row.repeat == r) for r in range(repeats)}
+        arm.streamed = (
+            arm.rows
+        )  # the loop knows when the prefill ended, so no run of its own is needed
+        arm.walls = {
+            r: sum(row.seconds for row in arm.rows if row.repeat == r) for r in range(repeats)
+        }
     return measured
 
 
@@ -40,5 +55,13 @@ def row_of(prompt: Prompt, answer: Answer, repeat: int, steps: int) -> Served:
     accepted = [0] * (steps + 1 if answer.accepted else 0)
     for count in answer.accepted:
         accepted[count] += 1
-    return Served(prompt["dataset"], prompt["id"], repeat, answer.ids, answer.prefill_seconds + answer.seconds,
-                  answer.prefill_seconds, len(answer.accepted), accepted)
+    return Served(
+        prompt["dataset"],
+        prompt["id"],
+        repeat,
+        answer.ids,
+        answer.prefill_seconds + answer.seconds,
+        answer.prefill_seconds,
+        len(answer.accepted),
+        accepted,
+    )

@@ -20,7 +20,13 @@ class Line:
     high: list[float] = field(default_factory=list)
 
 
-def plot(lines: list[Line], x_label: str, y_label: str, mark: float | None = None, logarithmic: bool = False) -> str:
+def plot(
+    lines: list[Line],
+    x_label: str,
+    y_label: str,
+    mark: float | None = None,
+    logarithmic: bool = False,
+) -> str:
     """A figure with its legend. `mark` draws a level across; `logarithmic` spaces x by ratio, and ticks stand at the
     points. Returns a sentence if there is no point."""
     lines = [line for line in lines if line.points]
@@ -37,25 +43,37 @@ def plot(lines: list[Line], x_label: str, y_label: str, mark: float | None = Non
         first, last = first - 0.5, last + 0.5
 
     def at(x, y):
-        return (LEFT + 14 + (RIGHT - LEFT - 28) * (scale(x) - first) / (last - first),
-                BOTTOM - (BOTTOM - TOP) * (y - low) / (high - low))
+        return (
+            LEFT + 14 + (RIGHT - LEFT - 28) * (scale(x) - first) / (last - first),
+            BOTTOM - (BOTTOM - TOP) * (y - low) / (high - low),
+        )
 
-    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT - 20}" role="img" aria-label="{html.escape(f"{y_label} over {x_label}")}">']
+    parts = [
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT - 20}" role="img" aria-label="{html.escape(f"{y_label} over {x_label}")}">'
+    ]
     for value in ticks:
         y = at(lines[0].points[0][0], value)[1]
-        parts.append(f'<line class="axis" x1="{LEFT}" x2="{RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-                     f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{short(value)}</text>')
+        parts.append(
+            f'<line class="axis" x1="{LEFT}" x2="{RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{short(value)}</text>'
+        )
     for x in x_ticks(lines, logarithmic):
-        parts.append(f'<text x="{at(x, low)[0]:.1f}" y="{BOTTOM + 18}" text-anchor="middle">{short(x)}</text>')
+        parts.append(
+            f'<text x="{at(x, low)[0]:.1f}" y="{BOTTOM + 18}" text-anchor="middle">{short(x)}</text>'
+        )
     if mark is not None:
         y = at(lines[0].points[0][0], mark)[1]
         parts.append(f'<line class="mark" x1="{LEFT}" x2="{RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
     for number, line in enumerate(lines):
         parts.append(_drawn(line, number, at))
     middle = (LEFT + RIGHT) / 2
-    parts.append(f'<text x="{middle}" y="{BOTTOM + 38}" text-anchor="middle">{html.escape(x_label)}</text></svg>')
-    legend = "".join(f'<span style="color:var(--c{n % COLOURS})">{_sample(n)} {html.escape(line.name)}</span> '
-                     for n, line in enumerate(lines))
+    parts.append(
+        f'<text x="{middle}" y="{BOTTOM + 38}" text-anchor="middle">{html.escape(x_label)}</text></svg>'
+    )
+    legend = "".join(
+        f'<span style="color:var(--c{n % COLOURS})">{_sample(n)} {html.escape(line.name)}</span> '
+        for n, line in enumerate(lines)
+    )
     return f'<figure><figcaption>{html.escape(y_label)}</figcaption>{"".join(parts)}<p class="legend">{legend}</p></figure>'
 
 
@@ -79,8 +97,10 @@ def _drawn(line: Line, number: int, at) -> str:
     for (x, _), low, high in zip(line.points, line.low, line.high):
         (place, bottom), (_, top) = at(x, low), at(x, high)
         side = place - 4
-        parts.append(f'<path stroke="{colour}" fill="none" d="M{side:.1f} {top:.1f}h8M{place:.1f} {top:.1f}V{bottom:.1f}'
-                     f'M{side:.1f} {bottom:.1f}h8"/>')
+        parts.append(
+            f'<path stroke="{colour}" fill="none" d="M{side:.1f} {top:.1f}h8M{place:.1f} {top:.1f}V{bottom:.1f}'
+            f'M{side:.1f} {bottom:.1f}h8"/>'
+        )
     return "".join(parts)
 
 

@@ -15,32 +15,53 @@ from eagle3.prompts import rows as conversations
 from eagle3.records import records
 
 
-def collect(folder: str | Path, limit: int, seen: set[str],
-            questions: dict[str, list[dict]] | None = None) -> tuple[list[dict], dict[str, Any]]:
+def collect(
+    folder: str | Path, limit: int, seen: set[str], questions: dict[str, list[dict]] | None = None
+) -> tuple[list[dict], dict[str, Any]]:
     """(prompts {"dataset", "id", "prompt_ids"}, counts by set). Up to `limit` of the validation splits in `folder` and all
     `questions`, both taken from the sets in turn; what training has `seen` is left out and counted.
 
     Raises Refusal if none is left.
     """
     counts: dict[str, Any] = {}
-    queues = {name: _unseen(name, validation_prompts(Path(folder) / f"{name}.parquet", name), seen, counts, "validation")
-              for name in records.names(folder)}
+    queues = {
+        name: _unseen(
+            name,
+            validation_prompts(Path(folder) / f"{name}.parquet", name),
+            seen,
+            counts,
+            "validation",
+        )
+        for name in records.names(folder)
+    }
     chosen = in_turn(list(queues.values()))[:limit]
-    asked = {name: _unseen(name, rows, seen, counts, "questions") for name, rows in (questions or {}).items()}
+    asked = {
+        name: _unseen(name, rows, seen, counts, "questions")
+        for name, rows in (questions or {}).items()
+    }
     chosen += in_turn(list(asked.values()))
     if not chosen:
         left_out = sum(count["seen_in_training"] for count in counts.values())
-        raise Refusal(f"no held-out prompts ({left_out} left out because training has seen them); raise "
-                      "records.validation_share, or add bench.questions")
+        raise Refusal(
+            f"no held-out prompts ({left_out} left out because training has seen them); raise "
+            "records.validation_share, or add bench.questions"
+        )
     for row in chosen:
         counts[row["dataset"]]["used"] += 1
     return chosen, counts
 
 
-def _unseen(name: str, rows: Iterator[dict] | list[dict], seen: set[str], counts: dict, source: str) -> list[dict]:
+def _unseen(
+    name: str, rows: Iterator[dict] | list[dict], seen: set[str], counts: dict, source: str
+) -> list[dict]:
     rows = list({prompt_hash(row["prompt_ids"]): row for row in rows}.values())
     kept = [row for row in rows if prompt_hash(row["prompt_ids"]) not in seen]
-    counts[name] = {"source": source, "available": len(rows), "seen_in_training": len(rows) - len(kept), "used": 0}
+    counts[name] = {
+        "source": source,
+        "available": len(rows),
+        "seen_in_training": len(rows) - len(kept),
+        "used": 0,
+    }
     return kept
 
 
@@ -50,7 +71,12 @@ def in_turn(queues: list[list[dict]]) -> list[dict]:
     >>> in_turn([[1, 2], [3]])
     [1, 3, 2]
     """
-    return [queue[turn] for turn in range(max(map(len, queues), default=0)) for queue in queues if turn < len(queue)]
+    return [
+        queue[turn]
+        for turn in range(max(map(len, queues), default=0))
+        for queue in queues
+        if turn < len(queue)
+    ]
 
 
 def prompt_hash(ids: list[int]) -> str:
@@ -64,8 +90,11 @@ def first_prompt(record: records.Record) -> list[int]:
 
 def trained_prompts(folder: str | Path) -> set[str]:
     """Content hashes of the prompts of all training records."""
-    return {prompt_hash(first_prompt(record)) for name in records.names(folder)
-            for record in records.read(Path(folder) / f"{name}.parquet", "train")}
+    return {
+        prompt_hash(first_prompt(record))
+        for name in records.names(folder)
+        for record in records.read(Path(folder) / f"{name}.parquet", "train")
+    }
 
 
 def validation_prompts(path: Path, name: str) -> list[dict]:
@@ -89,7 +118,9 @@ def questions(name: str, rows, wanted, renderer, limits, seen: set[str]) -> list
         key = prompt_hash(ids)
         found[key] = {"dataset": name, "id": key, "prompt_ids": ids}
     if not found:
-        raise Refusal(f"bench.questions.{name}: no row is usable ({reasons or 'it has none'}); set its format or columns")
+        raise Refusal(
+            f"bench.questions.{name}: no row is usable ({reasons or 'it has none'}); set its format or columns"
+        )
     ordered = sorted(found, key=lambda key: (key in seen, prompts.rank(key)))
     return [found[key] for key in ordered[: wanted.max_samples]]
 
@@ -98,10 +129,15 @@ def _question_ids(row, wanted, renderer, limits) -> list[int]:
     if isinstance(row, Exception):
         raise Reject("unreadable", str(row))
     columns = dict(wanted.columns)
-    if "prompt" in columns and isinstance(row.get(columns["prompt"]), list):  # turns as plain texts: the first one is asked
+    if "prompt" in columns and isinstance(
+        row.get(columns["prompt"]), list
+    ):  # turns as plain texts: the first one is asked
         row = {**row, columns["prompt"]: row[columns["prompt"]][0]}
     conversation = conversations.read(row, wanted.format, columns)
-    last = next((i for i, m in enumerate(conversation.messages) if m["role"] == "assistant"), len(conversation.messages))
+    last = next(
+        (i for i, m in enumerate(conversation.messages) if m["role"] == "assistant"),
+        len(conversation.messages),
+    )
     messages = conversation.messages[:last]
     if special := renderer.special_in(messages):
         raise Reject("special_token_in_text", special)

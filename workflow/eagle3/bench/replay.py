@@ -26,7 +26,9 @@ class Answered:
 class Simulator:
     """Holds the target's capture and the drafter on one device; bf16 products on a GPU, as a server computes."""
 
-    def __init__(self, target: Target, drafter: Drafter, layers: list[int], batch_tokens: int = 4096):
+    def __init__(
+        self, target: Target, drafter: Drafter, layers: list[int], batch_tokens: int = 4096
+    ):
         self.replica = Replica(target.load_model(), layers, target.hidden_size)
         self.device = self.replica.model.device
         self.drafter, self.batch_tokens = drafter.to(self.device), batch_tokens
@@ -40,7 +42,9 @@ class Simulator:
         of an answer comes from the prefill and is never drafted, so it is not supervised here. A gap says by how much the
         target's logit for the served token exceeds that for the other arm's token where the two first differ.
         """
-        order = sorted(range(len(answers)), key=lambda i: len(answers[i].prompt_ids) + len(answers[i].ids))
+        order = sorted(
+            range(len(answers)), key=lambda i: len(answers[i].prompt_ids) + len(answers[i].ids)
+        )
         found: dict[int, torch.Tensor] = {}
         gaps: list[float] = []
         with Progress("simulate", len(answers), "answers") as bar:
@@ -60,11 +64,20 @@ class Simulator:
         aux, last = self.replica.states(ids)
         parts = [len(sequence) for sequence in ids]
         rows = []
-        for answer, sequence, own_aux, own_last in zip(answers, ids, torch.cat(aux, dim=-1).split(parts), last.split(parts)):
+        for answer, sequence, own_aux, own_last in zip(
+            answers, ids, torch.cat(aux, dim=-1).split(parts), last.split(parts)
+        ):
             mask = torch.zeros(len(sequence), dtype=torch.bool, device=self.device)
-            mask[len(answer.prompt_ids) + 1:] = True
-            rows.append({"input_ids": torch.tensor(sequence, device=self.device), "loss_mask": mask, "aux": own_aux,
-                         "last": own_last, "id": ""})
+            mask[len(answer.prompt_ids) + 1 :] = True
+            rows.append(
+                {
+                    "input_ids": torch.tensor(sequence, device=self.device),
+                    "loss_mask": mask,
+                    "aux": own_aux,
+                    "last": own_last,
+                    "id": "",
+                }
+            )
         return ttt.collate(rows).to(self.device)
 
     def _gap(self, answer: Answered, last: torch.Tensor) -> list[float]:
@@ -99,5 +112,9 @@ def summary(hits: list[torch.Tensor], answers: list[Answered], steps: int) -> Si
     of the completion tokens, and what a last cycle drafts beyond the end of the answer is not."""
     averaged = metrics.summarize(torch.cat(hits), steps)
     walked = [metrics.replay(h, steps) for h in hits]
-    return Simulated(averaged["accept_length"], sum(len(a.ids) for a in answers), sum(cycles for _, cycles in walked),
-                     averaged["conditional"])
+    return Simulated(
+        averaged["accept_length"],
+        sum(len(a.ids) for a in answers),
+        sum(cycles for _, cycles in walked),
+        averaged["conditional"],
+    )

@@ -10,16 +10,27 @@ from eagle3.drafter.acceptance import accept_length
 SCHEMA = 2
 
 
-def content(measured: Measured, cells: list[dict[str, Any]], variants: list[Variant], **more: Any) -> dict[str, Any]:
+def content(
+    measured: Measured, cells: list[dict[str, Any]], variants: list[Variant], **more: Any
+) -> dict[str, Any]:
     """The report. The figures of `all` and `datasets` are those of the first variant at the smallest concurrency."""
     first, several = cells[0], len({cell["variant"] for cell in cells}) > 1
     return {
-        "schema": SCHEMA, **more,
-        "steps": first["steps"], "verdict": " ".join(judging.verdict(cell, several) for cell in verdict_cells(cells)),
+        "schema": SCHEMA,
+        **more,
+        "steps": first["steps"],
+        "verdict": " ".join(judging.verdict(cell, several) for cell in verdict_cells(cells)),
         "differences": judging.explain_differences(first),
-        "all": first["all"], "datasets": first["datasets"], "cells": cells,
+        "all": first["all"],
+        "datasets": first["datasets"],
+        "cells": cells,
         "settings": {name or "baseline": found for name, found in measured.settings.items()},
-        "rows": [row_of(name, concurrency, row) for (name, concurrency), arm in measured.arms.items() for row in arm.rows]}
+        "rows": [
+            row_of(name, concurrency, row)
+            for (name, concurrency), arm in measured.arms.items()
+            for row in arm.rows
+        ],
+    }
 
 
 def show_training_figure(cells: list[dict[str, Any]], trained: dict[str, Any]) -> None:
@@ -40,15 +51,25 @@ def verdict_cells(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def row_of(name: str | None, concurrency: int, row) -> dict[str, Any]:
     """A raw row without its token ids, whose number is enough to pool again."""
     kept = asdict(row)
-    return {"variant": name or "baseline", "concurrency": concurrency, **kept, "ids": len(kept["ids"])}
+    return {
+        "variant": name or "baseline",
+        "concurrency": concurrency,
+        **kept,
+        "ids": len(kept["ids"]),
+    }
 
 
 def metrics(report: dict[str, Any]) -> dict[str, Any]:
     """What `dvc metrics diff` compares."""
     figures = report["all"]
-    return {"accept_length": figures["accept_length"], "speed_up": figures["speed_up"],
-            "tokens_per_second": figures["tokens_per_second"],
-            "datasets": {name: {"served": f["accept_length"]["served"]} for name, f in report["datasets"].items()}}
+    return {
+        "accept_length": figures["accept_length"],
+        "speed_up": figures["speed_up"],
+        "tokens_per_second": figures["tokens_per_second"],
+        "datasets": {
+            name: {"served": f["accept_length"]["served"]} for name, f in report["datasets"].items()
+        },
+    }
 
 
 def acceptance_csv(report: dict[str, Any]) -> str:
@@ -67,7 +88,21 @@ def cells_csv(report: dict[str, Any]) -> str:
     for cell in report["cells"]:
         figures = cell["all"]
         rates = figures["tokens_per_second"]
-        lines.append(",".join(map(str, (cell["variant"], cell["concurrency"], figures["speed_up"], figures["speed_up_low"],
-                                        figures["speed_up_high"], figures["accept_length"]["served"], rates["baseline"],
-                                        rates["speculative"]))))
+        lines.append(
+            ",".join(
+                map(
+                    str,
+                    (
+                        cell["variant"],
+                        cell["concurrency"],
+                        figures["speed_up"],
+                        figures["speed_up_low"],
+                        figures["speed_up_high"],
+                        figures["accept_length"]["served"],
+                        rates["baseline"],
+                        rates["speculative"],
+                    ),
+                )
+            )
+        )
     return "\n".join(lines) + "\n"

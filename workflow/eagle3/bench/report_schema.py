@@ -53,8 +53,12 @@ class AcceptLength(Form):
 
     served: float | None = Field(description="Completion tokens over verify cycles, pooled.")
     per_cycle: float | None = Field(description="Tokens of verify cycles over verify cycles.")
-    replayed: float | None = Field(description="What the same answers predict, counted as served is.")
-    simulated: float | None = Field(description="Average over all positions, from conditional accuracies.")
+    replayed: float | None = Field(
+        description="What the same answers predict, counted as served is."
+    )
+    simulated: float | None = Field(
+        description="Average over all positions, from conditional accuracies."
+    )
     break_even: float | None = Field(description="Verify cycle over decode step, in time.")
 
 
@@ -77,8 +81,12 @@ class Outputs(Form):
 
     compared: int = Field(description="Prompts that both arms answered.")
     equal: int = Field(description="Prompts with the same answer, token for token.")
-    common_prefix_share: float | None = Field(description="Share of an answer before the first difference, on average.")
-    equal_to_itself: dict[str, int | None] = Field(description="By arm: prompts whose repeats are all equal; null without repeats.")
+    common_prefix_share: float | None = Field(
+        description="Share of an answer before the first difference, on average."
+    )
+    equal_to_itself: dict[str, int | None] = Field(
+        description="By arm: prompts whose repeats are all equal; null without repeats."
+    )
 
 
 class Figures(Form):
@@ -86,19 +94,31 @@ class Figures(Form):
 
     prompts: int = Field(description="Prompts answered with speculation.")
     tokens: dict[str, int] = Field(description="Tokens answered, by arm.")
-    cached_tokens: dict[str, int] = Field(description="Prompt tokens found in the prefix cache, by arm.")
+    cached_tokens: dict[str, int] = Field(
+        description="Prompt tokens found in the prefix cache, by arm."
+    )
     errors: dict[str, int] = Field(description="Failed requests, by arm.")
     verify_cycles: int = Field(description="Verify cycles.")
     tokens_per_second: Rates = Field(description="Throughput, by arm.")
     speed_up: float = Field(description="Throughput with speculation over that without.")
-    speed_up_low: float = Field(description="Lower end of its 95 % interval, from resampling prompts and repeats.")
+    speed_up_low: float = Field(
+        description="Lower end of its 95 % interval, from resampling prompts and repeats."
+    )
     speed_up_high: float = Field(description="Upper end.")
     accept_length: AcceptLength
-    acceptance: Rates | None = Field(description="By position: share of verify cycles that accept the draft there.")
-    conditional: Rates | None = Field(description="By step: share of drafts that are right, given all before.")
+    acceptance: Rates | None = Field(
+        description="By position: share of verify cycles that accept the draft there."
+    )
+    conditional: Rates | None = Field(
+        description="By step: share of drafts that are right, given all before."
+    )
     seconds: StepTimes
-    first_token: dict[str, Spread | None] = Field(description="Seconds to the first token, by arm: median and p95.")
-    inter_token: dict[str, Spread | None] = Field(description="Seconds between later tokens, by arm: median and p95.")
+    first_token: dict[str, Spread | None] = Field(
+        description="Seconds to the first token, by arm: median and p95."
+    )
+    inter_token: dict[str, Spread | None] = Field(
+        description="Seconds between later tokens, by arm: median and p95."
+    )
     outputs: Outputs
 
 
@@ -113,7 +133,8 @@ class Cell(Form):
     all: Figures = Field(description="Figures of all answers.")
     datasets: dict[str, Figures] = Field(description="Figures by data set.")
     difference_gaps: Spread | None = Field(
-        description="Difference of the target's logits of the two tokens where the arms part: median and p95.")
+        description="Difference of the target's logits of the two tokens where the arms part: median and p95."
+    )
 
 
 class HeldOut(Form):
@@ -159,24 +180,35 @@ class Report(Form):
     verdict: str = Field(description="The result in words.")
     differences: str = Field(description="How greedy outputs of the arms differ and why.")
     steps: int = Field(description="Draft tokens in a row, of the first cell.")
-    all: Figures = Field(description="Figures of the first way of drafting at the smallest batch size.")
+    all: Figures = Field(
+        description="Figures of the first way of drafting at the smallest batch size."
+    )
     datasets: dict[str, Figures] = Field(description="The same by data set.")
     cells: list[Cell] = Field(description="The whole matrix.")
-    settings: dict[str, dict] = Field(description="Settings read back from the servers, by arm; empty in process.")
+    settings: dict[str, dict] = Field(
+        description="Settings read back from the servers, by arm; empty in process."
+    )
     held_out: dict[str, HeldOut] = Field(description="Where the prompts come from, by set.")
     training: dict = Field(description="The drafter's metrics.json.")
     curves: list[dict] = Field(description="The drafter's curves.csv.")
     lineage: dict[str, str] = Field(description="What the drafter was made from, by digest.")
     rows: list[Row] = Field(description="Raw rows.")
-    study: list[Trained] = Field([], description="Drafters of several data sizes, where they were served.")
+    study: list[Trained] = Field(
+        [], description="Drafters of several data sizes, where they were served."
+    )
     curve_cells: list[Cell] = Field([], description="The cells of that study.")
 
 
 def page() -> str:
     """docs/report.md."""
     parts = [INTRODUCTION]
-    for title, model in (("report.json", Report), ("A row of `rows`", Row), ("A cell of `cells`", Cell),
-                         ("A set of `held_out`", HeldOut), ("`all`, and each of `datasets`", Figures)):
+    for title, model in (
+        ("report.json", Report),
+        ("A row of `rows`", Row),
+        ("A cell of `cells`", Cell),
+        ("A set of `held_out`", HeldOut),
+        ("`all`, and each of `datasets`", Figures),
+    ):
         parts.append(f"## {title}\n\n{model.__doc__}\n\n{shown(model)}\n")
     return "\n".join(part.rstrip("\n") + "\n" for part in parts)
 
@@ -189,7 +221,10 @@ def shown(model: type[BaseModel]) -> str:
         if field.description:
             rows.append(f"| `{key}` | {field.description} |")
         else:
-            rows += [f"| `{key}.{n}` | {f.description} |" for n, f in field.annotation.model_fields.items()]
+            rows += [
+                f"| `{key}.{n}` | {f.description} |"
+                for n, f in field.annotation.model_fields.items()
+            ]
     return "\n".join(rows)
 
 

@@ -33,11 +33,18 @@ class Plan:
         """launch_server flags of a variant, or of the baseline. What SGLang would choose by itself, and differently once it
         speculates, is always given."""
         most = max(self.concurrencies)
-        chosen = {"max-running-requests": most, "cuda-graph-max-bs-decode": most, "random-seed": 0, **common}
+        chosen = {
+            "max-running-requests": most,
+            "cuda-graph-max-bs-decode": most,
+            "random-seed": 0,
+            **common,
+        }
         return chosen | variant.flags() if variant else chosen
 
 
-def measure(serve: Serve, prompts: list[Prompt], plan: Plan, common: dict[str, Any] | None = None) -> Measured:
+def measure(
+    serve: Serve, prompts: list[Prompt], plan: Plan, common: dict[str, Any] | None = None
+) -> Measured:
     """Runs the whole matrix; `common` flags go to every server.
 
     Raises Refusal if a drafter is none, there are fewer prompts than requests at once, the arms' settings differ, a server
@@ -45,11 +52,17 @@ def measure(serve: Serve, prompts: list[Prompt], plan: Plan, common: dict[str, A
     """
     most = max(plan.concurrencies)
     if len(prompts) < most:
-        raise Refusal(f"bench.batch_sizes goes to {most}, but there are {len(prompts)} held-out prompts; raise "
-                      "bench.max_prompts or records.validation_share, or lower batch_sizes")
-    flags = {variant: plan.flags(variant, common or {}) for variant in (None, *plan.variants)}  # refused before a start
+        raise Refusal(
+            f"bench.batch_sizes goes to {most}, but there are {len(prompts)} held-out prompts; raise "
+            "bench.max_prompts or records.validation_share, or lower batch_sizes"
+        )
+    flags = {
+        variant: plan.flags(variant, common or {}) for variant in (None, *plan.variants)
+    }  # refused before a start
     measured = Measured()
-    with Progress("bench", plan.rounds * len(flags) * len(plan.concurrencies) * plan.repeats, "runs") as bar:
+    with Progress(
+        "bench", plan.rounds * len(flags) * len(plan.concurrencies) * plan.repeats, "runs"
+    ) as bar:
         for number in range(plan.rounds):
             for variant in list(flags)[:: -1 if number % 2 else 1]:
                 with serve(flags[variant]) as url:
@@ -68,15 +81,27 @@ def _compare_settings(settings: dict[str | None, dict]) -> None:
     if baseline is None:
         return
     if baseline.get("speculative_algorithm"):
-        raise Refusal(f"the baseline server reports speculative_algorithm {baseline['speculative_algorithm']!r}; remove "
-                      "speculative flags from server.flags, the bench adds its own")
+        raise Refusal(
+            f"the baseline server reports speculative_algorithm {baseline['speculative_algorithm']!r}; remove "
+            "speculative flags from server.flags, the bench adds its own"
+        )
     for name, other in settings.items():
         if name is not None:
             speculation.refuse_if_settings_differ(baseline, other)
 
 
-def _run(measured: Measured, variant: Variant | None, client: BenchClient, prompts, plan: Plan, number: int, bar) -> None:
-    for concurrency in plan.concurrencies:  # warm-up: every batch size is seen once, and none of it is counted
+def _run(
+    measured: Measured,
+    variant: Variant | None,
+    client: BenchClient,
+    prompts,
+    plan: Plan,
+    number: int,
+    bar,
+) -> None:
+    for (
+        concurrency
+    ) in plan.concurrencies:  # warm-up: every batch size is seen once, and none of it is counted
         client.answers(prompts[:concurrency], concurrency, min(16, plan.max_new_tokens))
     for place in range(plan.repeats):
         turn = slice(None, None, -1 if place % 2 else 1)
@@ -91,7 +116,9 @@ def _run(measured: Measured, variant: Variant | None, client: BenchClient, promp
             bar.add(1, tokens=sum(len(row.ids) for row in rows))
             if place == 0:  # streaming costs time of its own, so it has a run of its own
                 client.flush()
-                arm.streamed += client.answers(prompts, concurrency, plan.max_new_tokens, repeat, stream=True)[0]
+                arm.streamed += client.answers(
+                    prompts, concurrency, plan.max_new_tokens, repeat, stream=True
+                )[0]
 
 
 def _refuse_unless_counted(rows: list, variant: Variant | None) -> None:
@@ -99,5 +126,7 @@ def _refuse_unless_counted(rows: list, variant: Variant | None) -> None:
     if not good:
         raise Refusal(f"all {len(rows)} requests failed: {rows[0].error}; look at the server's log")
     if variant and not any(row.cycles for row in good) and any(len(row.ids) > 1 for row in good):
-        raise Refusal("the server's meta_info has no spec_verify_ct, so it does not speculate; check that its command line "
-                      "has --speculative-algorithm EAGLE3 and that the log says so")
+        raise Refusal(
+            "the server's meta_info has no spec_verify_ct, so it does not speculate; check that its command line "
+            "has --speculative-algorithm EAGLE3 and that the log says so"
+        )

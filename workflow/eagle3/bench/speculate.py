@@ -39,9 +39,13 @@ class CachedAttention:
         self.k = k if self.k is None else torch.cat([self.k, k])
         self.v = v if self.v is None else torch.cat([self.v, v])
         group = q.shape[1] // k.shape[1]
-        keys, values = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (self.k, self.v))  # [heads, T, d]
+        keys, values = (
+            x.repeat_interleave(group, 1).transpose(0, 1) for x in (self.k, self.v)
+        )  # [heads, T, d]
         seen = torch.ones(len(q), len(self.k), dtype=torch.bool, device=q.device).tril(before)
-        out = functional.scaled_dot_product_attention(q.transpose(0, 1), keys, values, attn_mask=seen)
+        out = functional.scaled_dot_product_attention(
+            q.transpose(0, 1), keys, values, attn_mask=seen
+        )
         return out.transpose(0, 1)
 
     def keep(self, length: int) -> None:
@@ -51,11 +55,15 @@ class CachedAttention:
 class Decoder:
     """A target model and, for speculation, a drafter whose states are the inputs of `layers`."""
 
-    def __init__(self, model, layers: list[int], stop_ids: list[int], drafter: Drafter | None = None):
+    def __init__(
+        self, model, layers: list[int], stop_ids: list[int], drafter: Drafter | None = None
+    ):
         self.model, self.layers, self.stop_ids, self.drafter = model, layers, set(stop_ids), drafter
         self.captured: dict[int, Tensor] = {}
         # transformers has renamed it and warns of the older name, which is the only one that older models' own code knows.
-        self.cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+        self.cache_name = (
+            "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+        )
         decoder, _ = decoder_of(model)
         for layer in layers:
             decoder[layer].register_forward_pre_hook(self._keep(layer), with_kwargs=True)
@@ -66,12 +74,22 @@ class Decoder:
 
         return hook
 
-    def _forward(self, ids: list[int], cache: DynamicCache, keep: int = 0) -> tuple[list[int], Tensor | None]:
+    def _forward(
+        self, ids: list[int], cache: DynamicCache, keep: int = 0
+    ) -> tuple[list[int], Tensor | None]:
         """(likeliest next tokens, aux [n, 3H]) for new tokens; `keep=1` gives the next token of the last one only. Without
         layers, aux is None."""
-        output = self.model(input_ids=torch.tensor([ids], device=self.model.device), use_cache=True, logits_to_keep=keep,
-                            **{self.cache_name: cache})
-        aux = torch.cat([self.captured[layer] for layer in self.layers], dim=-1)[0] if self.layers else None
+        output = self.model(
+            input_ids=torch.tensor([ids], device=self.model.device),
+            use_cache=True,
+            logits_to_keep=keep,
+            **{self.cache_name: cache},
+        )
+        aux = (
+            torch.cat([self.captured[layer] for layer in self.layers], dim=-1)[0]
+            if self.layers
+            else None
+        )
         return output.logits[0].argmax(-1).tolist(), aux
 
     @torch.inference_mode()
@@ -99,7 +117,10 @@ class Decoder:
         answer.prefill_seconds = time.perf_counter() - start
         answer.ids.append(token)
         start = time.perf_counter()
-        tokens, length = [*prompt[1:], token], len(prompt)  # position t of the drafter reads token t + 1
+        tokens, length = (
+            [*prompt[1:], token],
+            len(prompt),
+        )  # position t of the drafter reads token t + 1
         while token not in self.stop_ids and len(answer.ids) < max_new_tokens:
             drafted = self._draft(aux, tokens, length - len(tokens), attend, steps)
             following, aux = self._forward([token, *drafted], cache)
@@ -125,7 +146,9 @@ class Decoder:
                 break
         return answer.ids[-1]
 
-    def _draft(self, aux: Tensor, tokens: list[int], start: int, attend: CachedAttention, steps: int) -> list[int]:
+    def _draft(
+        self, aux: Tensor, tokens: list[int], start: int, attend: CachedAttention, steps: int
+    ) -> list[int]:
         """Drafts `steps` tokens after `tokens`, whose positions in the drafter begin at `start`."""
         drafter, device = self.drafter, aux.device
         positions = torch.arange(start, start + len(tokens), device=device)
@@ -135,6 +158,8 @@ class Decoder:
         for step in range(steps):
             if step:
                 position = torch.tensor([start + len(tokens) - 1 + step], device=device)
-                state = drafter.step(torch.tensor([drafted[-1]], device=device), state, position, attend)
+                state = drafter.step(
+                    torch.tensor([drafted[-1]], device=device), state, position, attend
+                )
             drafted.append(drafter.draft_ids[drafter.logits(state).argmax(-1)].item())
         return drafted

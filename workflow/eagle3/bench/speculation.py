@@ -14,14 +14,38 @@ from eagle3.drafter import export
 
 ALGORITHMS = {"LlamaForCausalLMEagle3": "EAGLE3"}
 # What must be the same in both arms; speculation or memory silently lowers some of these.
-EQUAL = ("version", "model_path", "dtype", "quantization", "kv_cache_dtype", "tp_size", "dp_size", "ep_size",
-         "context_length", "attention_backend", "prefill_attention_backend", "decode_attention_backend",
-         "sampling_backend", "schedule_policy", "page_size", "disable_radix_cache",
-         "disable_cuda_graph", "max_running_requests",
-         "effective_max_running_requests_per_dp", "cuda_graph_max_bs", "chunked_prefill_size",
-         "enable_mixed_chunk", "random_seed")
-SPECULATIVE = ("speculative_algorithm", "speculative_draft_model_path", "speculative_num_steps", "speculative_eagle_topk",
-               "speculative_num_draft_tokens")
+EQUAL = (
+    "version",
+    "model_path",
+    "dtype",
+    "quantization",
+    "kv_cache_dtype",
+    "tp_size",
+    "dp_size",
+    "ep_size",
+    "context_length",
+    "attention_backend",
+    "prefill_attention_backend",
+    "decode_attention_backend",
+    "sampling_backend",
+    "schedule_policy",
+    "page_size",
+    "disable_radix_cache",
+    "disable_cuda_graph",
+    "max_running_requests",
+    "effective_max_running_requests_per_dp",
+    "cuda_graph_max_bs",
+    "chunked_prefill_size",
+    "enable_mixed_chunk",
+    "random_seed",
+)
+SPECULATIVE = (
+    "speculative_algorithm",
+    "speculative_draft_model_path",
+    "speculative_num_steps",
+    "speculative_eagle_topk",
+    "speculative_num_draft_tokens",
+)
 
 
 def algorithm_of(folder: str | Path) -> str:
@@ -29,29 +53,45 @@ def algorithm_of(folder: str | Path) -> str:
     unknown, or if `fc` does not read three states (its width is not 3H)."""
     folder = Path(folder)
     if not (folder / export.CONFIG).exists():
-        raise Refusal(f"there is no drafter at {folder} ({export.CONFIG} is missing); without one SGLang would load the "
-                      "target as its own drafter; `snakemake --cores all drafter` makes it")
+        raise Refusal(
+            f"there is no drafter at {folder} ({export.CONFIG} is missing); without one SGLang would load the "
+            "target as its own drafter; `snakemake --cores all drafter` makes it"
+        )
     config = read_json(folder / export.CONFIG)
     architecture = (config.get("architectures") or ["none"])[0]
     if architecture not in ALGORITHMS:
-        raise Refusal(f"{folder / export.CONFIG} says {architecture}, which is no EAGLE-3 drafter; known: "
-                      f"{', '.join(ALGORITHMS)}; `make doctor DRAFTER={folder}` says more")
+        raise Refusal(
+            f"{folder / export.CONFIG} says {architecture}, which is no EAGLE-3 drafter; known: "
+            f"{', '.join(ALGORITHMS)}; `make doctor DRAFTER={folder}` says more"
+        )
     with safe_open(folder / export.WEIGHTS, "pt") as tensors:
-        shape = tuple(tensors.get_slice("fc.weight").get_shape()) if "fc.weight" in tensors.keys() else None
+        shape = (
+            tuple(tensors.get_slice("fc.weight").get_shape())
+            if "fc.weight" in tensors.keys()
+            else None
+        )
     size = config["hidden_size"]
     if shape != (size, 3 * size):
-        raise Refusal(f"{folder / export.WEIGHTS} has fc.weight {shape}, not {(size, 3 * size)}: it does not read three "
-                      "captured states; check the layer ids and `make doctor`")
+        raise Refusal(
+            f"{folder / export.WEIGHTS} has fc.weight {shape}, not {(size, 3 * size)}: it does not read three "
+            "captured states; check the layer ids and `make doctor`"
+        )
     return ALGORITHMS[architecture]
 
 
 def flags(folder: str | Path, steps: int, topk: int, draft_tokens: int) -> dict[str, Any]:
     """launch_server flags that add the drafter in `folder`. Raises Refusal for a shape that SGLang would change."""
     if topk == 1 and draft_tokens != steps + 1:
-        raise Refusal(f"bench: with topk 1 SGLang verifies steps + 1 = {steps + 1} tokens, not draft_tokens {draft_tokens}")
+        raise Refusal(
+            f"bench: with topk 1 SGLang verifies steps + 1 = {steps + 1} tokens, not draft_tokens {draft_tokens}"
+        )
     return {
-        "speculative-algorithm": algorithm_of(folder), "speculative-draft-model-path": str(Path(folder).resolve()),
-        "speculative-num-steps": steps, "speculative-eagle-topk": topk, "speculative-num-draft-tokens": draft_tokens}
+        "speculative-algorithm": algorithm_of(folder),
+        "speculative-draft-model-path": str(Path(folder).resolve()),
+        "speculative-num-steps": steps,
+        "speculative-eagle-topk": topk,
+        "speculative-num-draft-tokens": draft_tokens,
+    }
 
 
 def read_back(info: dict[str, Any]) -> dict[str, Any]:
@@ -65,7 +105,9 @@ def read_back(info: dict[str, Any]) -> dict[str, Any]:
     if graphs.get("max_bs") is not None:
         found["cuda_graph_max_bs"] = graphs["max_bs"]
     if "effective_max_running_requests_per_dp" in states:
-        found["effective_max_running_requests_per_dp"] = states["effective_max_running_requests_per_dp"]
+        found["effective_max_running_requests_per_dp"] = states[
+            "effective_max_running_requests_per_dp"
+        ]
     if memory := states.get("memory_usage"):
         found["token_capacity"] = memory.get("token_capacity")
     return found
@@ -73,10 +115,16 @@ def read_back(info: dict[str, Any]) -> dict[str, Any]:
 
 def refuse_if_settings_differ(baseline: dict[str, Any], speculative: dict[str, Any]) -> None:
     """Raises Refusal naming every setting besides speculation in which the arms differ, with both values."""
-    differing = [f"{key} {baseline.get(key)!r} without and {speculative.get(key)!r} with speculation" for key in EQUAL
-                 if key in baseline or key in speculative if baseline.get(key) != speculative.get(key)]
+    differing = [
+        f"{key} {baseline.get(key)!r} without and {speculative.get(key)!r} with speculation"
+        for key in EQUAL
+        if key in baseline or key in speculative
+        if baseline.get(key) != speculative.get(key)
+    ]
     if differing:
-        raise Refusal(f"the two arms are not comparable: {'; '.join(differing)}; set these in server.flags")
+        raise Refusal(
+            f"the two arms are not comparable: {'; '.join(differing)}; set these in server.flags"
+        )
 
 
 def refuse_unless_asked(settings: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -84,15 +132,18 @@ def refuse_unless_asked(settings: dict[str, Any], wanted: dict[str, Any]) -> Non
     for flag, value in wanted.items():
         key = flag.replace("-", "_")
         if key in SPECULATIVE and settings.get(key) != value:
-            raise Refusal(f"the server reports {key} {settings.get(key)!r}, but {value!r} was asked for; another server may "
-                          "be listening on this port, or this version of SGLang changes the flag")
+            raise Refusal(
+                f"the server reports {key} {settings.get(key)!r}, but {value!r} was asked for; another server may "
+                "be listening on this port, or this version of SGLang changes the flag"
+            )
 
 
 def refuse_if_limited(settings: dict[str, Any], concurrency: int) -> None:
     """Raises Refusal if a server runs fewer requests at once than the bench sends."""
-    for key in ("max_running_requests",
-         "effective_max_running_requests_per_dp"):
+    for key in ("max_running_requests", "effective_max_running_requests_per_dp"):
         limit = settings.get(key)
         if limit is not None and limit < concurrency:
-            raise Refusal(f"bench.batch_sizes asks for {concurrency} requests at once, but the server has {key} {limit}; "
-                          f"set server.flags.max-running-requests to {concurrency} and give it the memory")
+            raise Refusal(
+                f"bench.batch_sizes asks for {concurrency} requests at once, but the server has {key} {limit}; "
+                f"set server.flags.max-running-requests to {concurrency} and give it the memory"
+            )

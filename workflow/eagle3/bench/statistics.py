@@ -24,7 +24,9 @@ class Variant:
     draft_tokens: int = 0
 
     def flags(self) -> dict[str, Any]:
-        return speculation.flags(self.drafter, self.steps, self.topk, self.draft_tokens or self.steps + 1)
+        return speculation.flags(
+            self.drafter, self.steps, self.topk, self.draft_tokens or self.steps + 1
+        )
 
 
 @dataclass
@@ -41,31 +43,57 @@ class Measured:
 Hits = Callable[[list[Answered], int], tuple[list, list[float]]]  # Simulator.hits
 
 
-def cells(measured: Measured, variants: list[Variant], prompts: list[Prompt],
-          hits_of: Callable[[Variant], Hits] | None) -> list[dict[str, Any]]:
+def cells(
+    measured: Measured,
+    variants: list[Variant],
+    prompts: list[Prompt],
+    hits_of: Callable[[Variant], Hits] | None,
+) -> list[dict[str, Any]]:
     """A cell of figures for every variant and concurrency, of all rows and by data set. `hits_of` gives what simulates a
     variant's drafter; None leaves the simulated figures out."""
     made = []
     for variant in variants:
         concurrencies = sorted(c for name, c in measured.arms if name == variant.name)
         arms = {c: (measured.arms[None, c], measured.arms[variant.name, c]) for c in concurrencies}
-        replay = Replays(arms, prompts, variant, hits_of(variant)) if hits_of and variant.topk == 1 else None
+        replay = (
+            Replays(arms, prompts, variant, hits_of(variant))
+            if hits_of and variant.topk == 1
+            else None
+        )
         for concurrency, (baseline, speculative) in arms.items():
             names = sorted({row.dataset for row in speculative.rows})
-            made.append({
-                "variant": variant.name, "concurrency": concurrency,
-                "steps": variant.steps, "topk": variant.topk, "draft_tokens": variant.draft_tokens or variant.steps + 1,
-                "all": figures(baseline, speculative, variant.steps, replay and replay.of(speculative.rows)),
-                "datasets": {name: figures(baseline, speculative, variant.steps,
-                                           replay and replay.of(speculative.of(name).rows), name) for name in names},
-                "difference_gaps": replay and spread(replay.gaps)})
+            made.append(
+                {
+                    "variant": variant.name,
+                    "concurrency": concurrency,
+                    "steps": variant.steps,
+                    "topk": variant.topk,
+                    "draft_tokens": variant.draft_tokens or variant.steps + 1,
+                    "all": figures(
+                        baseline, speculative, variant.steps, replay and replay.of(speculative.rows)
+                    ),
+                    "datasets": {
+                        name: figures(
+                            baseline,
+                            speculative,
+                            variant.steps,
+                            replay and replay.of(speculative.of(name).rows),
+                            name,
+                        )
+                        for name in names
+                    },
+                    "difference_gaps": replay and spread(replay.gaps),
+                }
+            )
     return made
 
 
 class Replays:
     """Hits of every distinct answer of a variant, computed once, whatever repeat and batch size it was served in."""
 
-    def __init__(self, arms: dict[int, tuple[Arm, Arm]], prompts: list[Prompt], variant: Variant, hits: Hits):
+    def __init__(
+        self, arms: dict[int, tuple[Arm, Arm]], prompts: list[Prompt], variant: Variant, hits: Hits
+    ):
         self.steps = variant.steps
         ids = {prompt["id"]: prompt["prompt_ids"] for prompt in prompts}
         plain = {row.id: row.ids for base, _ in arms.values() for row in base.rows if not row.error}
@@ -81,7 +109,9 @@ class Replays:
         chosen = [self.known[_key(row)] for row in rows if not row.error]
         if not chosen:
             return None
-        return simulation.summary([hit for _, hit in chosen], [answer for answer, _ in chosen], self.steps)
+        return simulation.summary(
+            [hit for _, hit in chosen], [answer for answer, _ in chosen], self.steps
+        )
 
 
 def _key(row: Served) -> tuple:

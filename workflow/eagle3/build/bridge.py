@@ -27,7 +27,9 @@ class Bridge:
         _set_environment()
         known = _read_known()
         stamp = _stamp()
-        if known.get("stamp") != stamp or not all((KEYS / f"{stage}.json").exists() for stage in known["stages"]):
+        if known.get("stamp") != stamp or not all(
+            (KEYS / f"{stage}.json").exists() for stage in known["stages"]
+        ):
             from eagle3.build import keys
 
             known = {"stamp": stamp, **keys.learn(write=self.is_main)}
@@ -77,7 +79,10 @@ class Bridge:
 def _set_environment() -> None:
     """What `python` and `eagle3` mean in a rule's shell, so that its text is the same on every machine: Snakemake takes
     a changed text for changed code."""
-    folders = {"PATH": os.path.dirname(os.path.abspath(sys.executable)), "PYTHONPATH": os.path.abspath("workflow")}
+    folders = {
+        "PATH": os.path.dirname(os.path.abspath(sys.executable)),
+        "PYTHONPATH": os.path.abspath("workflow"),
+    }
     for variable, folder in folders.items():
         there = [part for part in os.environ.get(variable, "").split(os.pathsep) if part]
         if folder not in there:
@@ -120,7 +125,9 @@ def _fingerprint() -> str:
                 file = entry.stat()
             except OSError:  # a link into a cache that was emptied
                 file = link
-            digest.update(f"{entry.path} {file.st_size} {file.st_mtime_ns} {link.st_mtime_ns};".encode())
+            digest.update(
+                f"{entry.path} {file.st_size} {file.st_mtime_ns} {link.st_mtime_ns};".encode()
+            )
     return digest.hexdigest()
 
 
@@ -157,12 +164,18 @@ def _clear_locks() -> bool:
     pid = holder.partition(" ")[0]
     if pid and holder == _identity(int(pid)) and int(pid) != os.getpid():
         if locks:
-            say(f"another snakemake is building here as process {pid}; what it has finished is shown when it ends")
+            say(
+                f"another snakemake is building here as process {pid}; what it has finished is shown when it ends"
+            )
         return not locks
     marks = list(Path(".snakemake/incomplete").glob("*"))
     if holder and (locks or marks):
-        _write(RUNNING, _identity(os.getpid()))  # before removing: a third one would remove this one's locks
+        _write(
+            RUNNING, _identity(os.getpid())
+        )  # before removing: a third one would remove this one's locks
         for file in [*locks, *marks]:
             file.unlink(missing_ok=True)
-        say(f"process {pid} was killed while it built here; its locks are removed, and what it had finished is kept")
+        say(
+            f"process {pid} was killed while it built here; its locks are removed, and what it had finished is kept"
+        )
     return True

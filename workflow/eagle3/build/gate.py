@@ -46,7 +46,10 @@ def repair_rwlock() -> None:
     path = Path(".dvc/tmp/rwlock")
     if not path.exists():
         return
-    with contextlib.suppress(LockError), make_lock(f"{path}.lock", tmp_dir=str(path.parent), wait=False):
+    with (
+        contextlib.suppress(LockError),
+        make_lock(f"{path}.lock", tmp_dir=str(path.parent), wait=False),
+    ):
         try:
             json.loads(path.read_text() or "x")
         except FileNotFoundError:
@@ -62,8 +65,10 @@ def explained(name: str, causes: list[BaseException]) -> list[str]:
             return [f"{name}: {cause}"]
         if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
             free = shutil.disk_usage(".").free / 2**20
-            return [f"error: no space left while {name} was recorded ({free:,.0f} MiB free here); finished work is kept: make "
-                    "room and run the same command again"]
+            return [
+                f"error: no space left while {name} was recorded ({free:,.0f} MiB free here); finished work is kept: make "
+                "room and run the same command again"
+            ]
     return [f"error: {cause}" for cause in causes]
 
 

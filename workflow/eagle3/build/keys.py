@@ -18,8 +18,11 @@ from eagle3.core.files import canonical_json, write_text
 
 def stage_names(definitions: dict, datasets: list[str]) -> list[str]:
     """Every stage by DVC's name: 'train', 'prepare@alpaca', …"""
-    return [f"{group}@{name}" if name else group for group, definition in definitions["stages"].items()
-            for name in (datasets if "foreach" in definition else [""])]
+    return [
+        f"{group}@{name}" if name else group
+        for group, definition in definitions["stages"].items()
+        for name in (datasets if "foreach" in definition else [""])
+    ]
 
 
 def learn(write: bool) -> dict[str, Any]:
@@ -34,8 +37,13 @@ def learn(write: bool) -> dict[str, Any]:
     stages = stage_names(definitions, datasets)
     code = {group: code_files(group, definitions) for group in definitions["stages"]}
     # As DVC reads them: without the schema's defaults, so that both tools see the same change.
-    now = {stage: {key: parameters.lookup(content, key) for key in parameters.stage_slices(stage, definitions, content)}
-           for stage in stages}
+    now = {
+        stage: {
+            key: parameters.lookup(content, key)
+            for key in parameters.stage_slices(stage, definitions, content)
+        }
+        for stage in stages
+    }
     recorded = read_lock()
     if write:
         for stage, slices in now.items():
@@ -50,15 +58,19 @@ def read_lock() -> dict[str, dict]:
         return {}
     text = path.read_text(errors="replace")
     if any(line.startswith("<<<<<<< ") for line in text.splitlines()):
-        raise Refusal("dvc.lock has merge conflicts; `git checkout --ours dvc.lock` (or --theirs), then build: what the "
-                      "other side had made comes back from the cache")
+        raise Refusal(
+            "dvc.lock has merge conflicts; `git checkout --ours dvc.lock` (or --theirs), then build: what the "
+            "other side had made comes back from the cache"
+        )
     try:
         if not text.endswith("\n"):
             raise Refusal("cut off in a line")
         return (parameters.read_yaml(path) or {}).get("stages", {})
     except (Refusal, AttributeError):
-        raise Refusal("dvc.lock is cut off: dvc was killed while writing it; `rm dvc.lock`, then build: finished stages "
-                      "come back from the cache without running") from None
+        raise Refusal(
+            "dvc.lock is cut off: dvc was killed while writing it; `rm dvc.lock`, then build: finished stages "
+            "come back from the cache without running"
+        ) from None
 
 
 def _write_key(stage: str, slices: dict[str, Any]) -> None:
@@ -75,7 +87,11 @@ def mark_stale(stage: str, reason: Any) -> None:
     """Renews a stage's key file, so that Snakemake sees what DVC sees. The time in it sets it apart from all before."""
     path = KEYS / f"{stage}.json"
     content = json.loads(path.read_text())
-    write_text(path, canonical_json({"params": content["params"], "stale": reason, "seen": time.time_ns()}) + "\n")
+    write_text(
+        path,
+        canonical_json({"params": content["params"], "stale": reason, "seen": time.time_ns()})
+        + "\n",
+    )
 
 
 def changes(recorded: dict[str, dict], now: dict[str, dict[str, Any]]) -> list[str]:
@@ -108,5 +124,3 @@ def _differences(before: dict, after: dict, path: str = "") -> list[str]:
 
 def _shown(value: Any) -> str:
     return "(not set)" if value is None else str(value)
-
-

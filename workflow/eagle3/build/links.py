@@ -18,7 +18,9 @@ def without_dangling(ask: Callable[[], Any]) -> Any:
     except FileNotFoundError:
         for path in Path("data").rglob("*"):
             if path.is_symlink() and not path.exists():
-                say(f"{path}: its file in the cache was damaged and is gone; the build makes it again")
+                say(
+                    f"{path}: its file in the cache was damaged and is gone; the build makes it again"
+                )
                 path.unlink()
         return ask()
 
@@ -31,9 +33,13 @@ def drop_damaged(repo, stage) -> None:
     """
     for out in stage.outs:
         path = Path(out.fs_path)
-        for file in ([path] if path.is_symlink() else path.rglob("*") if path.is_dir() else []):
+        for file in [path] if path.is_symlink() else path.rglob("*") if path.is_dir() else []:
             target = Path(os.path.realpath(file))
-            if file.is_symlink() and target.is_file() and Path(repo.cache.local.path) in target.parents:
+            if (
+                file.is_symlink()
+                and target.is_file()
+                and Path(repo.cache.local.path) in target.parents
+            ):
                 _drop_if_damaged(repo, target)
 
 
@@ -43,6 +49,9 @@ def _drop_if_damaged(repo, path: Path) -> None:
     named = path.parent.name + path.name
     _, known = repo.state.get(str(path), repo.cache.local.fs)
     if known is None and file_md5(str(path), repo.cache.local.fs) != named:
-        print(f"{path.name[:8]}: changed inside the cache by an edit of the file linked to it; discarded", flush=True)
+        print(
+            f"{path.name[:8]}: changed inside the cache by an edit of the file linked to it; discarded",
+            flush=True,
+        )
         path.chmod(0o644)
         path.unlink()

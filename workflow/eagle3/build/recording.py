@@ -77,7 +77,9 @@ def _holding_to_its_inputs(stage, **kwargs) -> None:
     def save_deps(**kwargs) -> None:
         type(stage).save_deps(stage, **kwargs)
         if changed := [dep.def_path for dep in stage.deps if dep.hash_info != used[dep.def_path]]:
-            raise DvcException(f"{', '.join(changed[:5])} changed while stage {stage.addressing} ran, so its result would "
-                               "belong to neither version; run the same command again")
+            raise DvcException(
+                f"{', '.join(changed[:5])} changed while stage {stage.addressing} ran, so its result would "
+                "belong to neither version; run the same command again"
+            )
 
     stage.save_deps = save_deps

@@ -10,7 +10,10 @@ from dvc.repo import Repo, lock_repo
 
 # Stages that take over rows of their earlier artifact: it is fetched if only the remote has it.
 REUSES = ("generate", "extract")
-UNREACHABLE, PATIENCE = Path(".build/remote-unreachable"), 600.0  # seconds in which the remote is not tried again
+UNREACHABLE, PATIENCE = (
+    Path(".build/remote-unreachable"),
+    600.0,
+)  # seconds in which the remote is not tried again
 
 
 def reachable() -> bool:
@@ -27,7 +30,9 @@ def fetch(repo: Repo, name: str) -> None:
                 repo.fetch([name])
             elif entry := _run_cache_entry(repo, stage):
                 print(f"{name}: fetching a result of the same inputs from the remote", flush=True)
-                for objects in repo.stage_cache._create_stage(entry, wdir=stage.wdir).get_used_objs().values():
+                for objects in (
+                    repo.stage_cache._create_stage(entry, wdir=stage.wdir).get_used_objs().values()
+                ):
                     repo.cloud.pull(objects)
             elif name.partition("@")[0] in REUSES and all(out.hash_info for out in stage.outs):
                 if any(out.changed_cache() for out in stage.outs):
@@ -38,7 +43,10 @@ def fetch(repo: Repo, name: str) -> None:
     except Exception as error:  # each kind of remote raises its own
         UNREACHABLE.parent.mkdir(exist_ok=True)
         UNREACHABLE.touch()
-        print(f"warning: {name}: the remote gave nothing ({_first_line(error)}); building without it", flush=True)
+        print(
+            f"warning: {name}: the remote gave nothing ({_first_line(error)}); building without it",
+            flush=True,
+        )
 
 
 def _run_cache_entry(repo: Repo, stage) -> dict | None:

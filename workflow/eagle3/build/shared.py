@@ -4,7 +4,9 @@ import sys
 from pathlib import Path
 
 KEYS = Path(".build/keys")
-TOUCHING = "EAGLEMAKE_TOUCHING"  # set in the Snakemake that sync.py starts, which must not sync in turn
+TOUCHING = (
+    "EAGLEMAKE_TOUCHING"  # set in the Snakemake that sync.py starts, which must not sync in turn
+)
 
 
 def say(text: str) -> None:

@@ -68,7 +68,10 @@ def describe(entries: list) -> str:
             parts.append(entry)
             continue
         for kind, items in entry.items():
-            shown = [f"{name} {what if isinstance(what, str) else ', '.join(what)}" for name, what in items.items()]
+            shown = [
+                f"{name} {what if isinstance(what, str) else ', '.join(what)}"
+                for name, what in items.items()
+            ]
             parts.append(f"{kind}: {', '.join(shown[:4])}{' …' if len(shown) > 4 else ''}")
     return "; ".join(parts)
 
@@ -76,15 +79,36 @@ def describe(entries: list) -> str:
 def first_outputs(rules, stages: list[str]) -> list[str]:
     """One output file of each stage's job; Snakemake touches the others with it."""
     patterns = {rule.name: str(rule.output[0]) for rule in rules if rule.output}
-    return [re.sub(r"\{dataset\b[^}]*\}", name, patterns[group])  # Snakemake adds the allowed names: {dataset,one|two}
-            for group, _, name in (stage.partition("@") for stage in stages) if group in patterns]
+    return [
+        re.sub(
+            r"\{dataset\b[^}]*\}", name, patterns[group]
+        )  # Snakemake adds the allowed names: {dataset,one|two}
+        for group, _, name in (stage.partition("@") for stage in stages)
+        if group in patterns
+    ]
 
 
 def _touch(files: list[str]) -> bool:
     if not files:
         return True
-    command = [sys.executable, "-m", "snakemake", "--touch", "--forceall", "--cores", "1", "--quiet", "all", "--", *files]
-    done = subprocess.run(command, env={**os.environ, TOUCHING: "1"}, capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "snakemake",
+        "--touch",
+        "--forceall",
+        "--cores",
+        "1",
+        "--quiet",
+        "all",
+        "--",
+        *files,
+    ]
+    done = subprocess.run(
+        command, env={**os.environ, TOUCHING: "1"}, capture_output=True, text=True
+    )
     if done.returncode:
-        say(f"recording finished stages failed, so more than necessary may be checked: {done.stderr.strip()[-600:]}")
+        say(
+            f"recording finished stages failed, so more than necessary may be checked: {done.stderr.strip()[-600:]}"
+        )
     return done.returncode == 0

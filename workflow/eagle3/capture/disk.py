@@ -48,7 +48,9 @@ def needs(size: int, folder: Path) -> tuple[dict[Path, int], str]:
     return {folder: size if kind == types[0] != "copy" else 2 * size}, kind
 
 
-def refuse_if_too_small(folder: Path, needed: int, reserve: int, tokens: int, smaller: str = "") -> None:
+def refuse_if_too_small(
+    folder: Path, needed: int, reserve: int, tokens: int, smaller: str = ""
+) -> None:
     """Raises Refusal with the three numbers and what would fit, before anything is written.
 
     `needed` bytes are for `tokens` tokens; `smaller` names a cheaper setting in words.
@@ -63,4 +65,5 @@ def refuse_if_too_small(folder: Path, needed: int, reserve: int, tokens: int, sm
                 f"hidden states need {size:,} bytes ({size / GIB:,.2f} GiB, DVC's cache included, linked by {kind}) and "
                 f"runtime.reserve_bytes keeps {reserve / GIB:,.2f} GiB, but {free / GIB:,.2f} GiB are free in "
                 f"{place.resolve()}; {fits:,} of {tokens:,} tokens would fit: lower max_samples or records.max_tokens"
-                f"{smaller}, or make room")
+                f"{smaller}, or make room"
+            )

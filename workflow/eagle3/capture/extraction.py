@@ -30,7 +30,10 @@ from eagle3.records.records import Record
 
 CHECKED = 3  # records, the shortest of the first that are missing, that are captured twice before the rest is
 MIN_AGREEMENT = 0.9  # of greedy tokens; bf16 ties leave some to chance
-MAX_DIFFERENCE, MIN_SHARE = 0.5, 0.95  # a router's tie may send a token to other experts in another batch
+MAX_DIFFERENCE, MIN_SHARE = (
+    0.5,
+    0.95,
+)  # a router's tie may send a token to other experts in another batch
 FINISHING = 3  # full shards that wait for the disk, before no further one is begun
 
 
@@ -46,24 +49,41 @@ class Extraction:
     """One data set. `identity` is what, besides the records, determines a shard's bytes; `params` is the section
     hidden_states, `runtime` the section runtime."""
 
-    def __init__(self, path: Path, work: Path, hidden_size: int, identity: dict[str, Any], params, runtime,
-                 say: Callable[[str], None]):
+    def __init__(
+        self,
+        path: Path,
+        work: Path,
+        hidden_size: int,
+        identity: dict[str, Any],
+        params,
+        runtime,
+        say: Callable[[str], None],
+    ):
         self.path, self.work, self.hidden_size = path, work, hidden_size
         self.identity, self.params, self.runtime, self.say = identity, params, runtime, say
         self.finished = work / "shards"
         self.finished.mkdir(parents=True, exist_ok=True)
         for leftover in (*work.rglob("*.part"), *self.finished.glob("*.acks")):
             leftover.unlink()
-        self.plan = [Planned(shards.shard_key(group, identity), len(group), sum(len(r.input_ids) for r in group),
-                             Layout([len(r.input_ids) for r in group], hidden_size, params.dtype).size)
-                     for group in self._groups()]
+        self.plan = [
+            Planned(
+                shards.shard_key(group, identity),
+                len(group),
+                sum(len(r.input_ids) for r in group),
+                Layout([len(r.input_ids) for r in group], hidden_size, params.dtype).size,
+            )
+            for group in self._groups()
+        ]
         self.entries: dict[str, dict] = {}  # by key: shards that are there
         self.checks: dict[str, Any] | None = None
         self._lock = threading.Lock()
 
     def _groups(self) -> Iterator[list[Record]]:
-        return shards.plan(record_files.read(self.path), self.params.shard_bytes,
-                           bytes_per_token(self.hidden_size, self.params.dtype))
+        return shards.plan(
+            record_files.read(self.path),
+            self.params.shard_bytes,
+            bytes_per_token(self.hidden_size, self.params.dtype),
+        )
 
     @property
     def missing(self) -> list[Planned]:
@@ -90,8 +110,10 @@ class Extraction:
                     return planned.key, published[name]
                 (self.finished / name).unlink()
                 removed = remove_if_corrupt(earlier[name])
-                self.say(f"{name} of the earlier states is damaged: {reason}; it is extracted again"
-                         f"{' and its copy is removed from the DVC cache' if removed else ''}")
+                self.say(
+                    f"{name} of the earlier states is damaged: {reason}; it is extracted again"
+                    f"{' and its copy is removed from the DVC cache' if removed else ''}"
+                )
             return planned.key, None
 
         with ThreadPoolExecutor(4) as pool:
@@ -103,23 +125,48 @@ class Extraction:
     def refuse_if_disk_too_small(self) -> None:
         size, tokens = sum(p.size for p in self.missing), sum(p.tokens for p in self.missing)
         total = sum(p.tokens for p in self.plan)
-        self.say(f"{total:,} tokens in {len(self.plan)} shards, {len(self.plan) - len(self.missing)} of them there already; "
-                 f"{size / 2**20:,.1f} MiB to write")
-        smaller = "" if self.params.dtype == "float8_e4m3fn" else ", set hidden_states.dtype to float8_e4m3fn"
+        self.say(
+            f"{total:,} tokens in {len(self.plan)} shards, {len(self.plan) - len(self.missing)} of them there already; "
+            f"{size / 2**20:,.1f} MiB to write"
+        )
+        smaller = (
+            ""
+            if self.params.dtype == "float8_e4m3fn"
+            else ", set hidden_states.dtype to float8_e4m3fn"
+        )
         disk.refuse_if_too_small(self.finished, size, self.runtime.reserve_bytes, tokens, smaller)
 
-    def capture(self, capturing: Callable[[], AbstractContextManager[Capture]], head: Callable[[], torch.Tensor],
-                greedy: bool) -> None:
+    def capture(
+        self,
+        capturing: Callable[[], AbstractContextManager[Capture]],
+        head: Callable[[], torch.Tensor],
+        greedy: bool,
+    ) -> None:
         """Extracts what is missing, with the target for as long as `capturing()` holds it; without anything missing no
         target is loaded. `head()` is the target's output projection [V, H]; `greedy`: whether the records' supervised
         tokens are the target's likeliest."""
         if not self.missing:
             return
-        first = itertools.islice((record for planned, group in zip(self.plan, self._groups())
-                                  if planned.key not in self.entries for record in group), 32 * CHECKED)
+        first = itertools.islice(
+            (
+                record
+                for planned, group in zip(self.plan, self._groups())
+                if planned.key not in self.entries
+                for record in group
+            ),
+            32 * CHECKED,
+        )
         sample = sorted(first, key=lambda r: len(r.input_ids))[:CHECKED]
         with capturing() as capture:
-            checks = self_check(capture, self.work / "check", sample, self.hidden_size, self.params.dtype, head, greedy)
+            checks = self_check(
+                capture,
+                self.work / "check",
+                sample,
+                self.hidden_size,
+                self.params.dtype,
+                head,
+                greedy,
+            )
             self.checks = self.checks or checks
             self._run(capture)
 
@@ -129,7 +176,12 @@ class Extraction:
         writers: dict[str, ShardWriter] = {}
         failed: list[BaseException] = []
         full, finished, pool = 0, threading.Condition(self._lock), ThreadPoolExecutor(FINISHING)
-        bar = Progress(f"extract {self.path.stem}", total, "tokens", done=total - sum(p.tokens for p in self.missing))
+        bar = Progress(
+            f"extract {self.path.stem}",
+            total,
+            "tokens",
+            done=total - sum(p.tokens for p in self.missing),
+        )
 
         def jobs() -> Iterator[Job]:
             for planned, group in zip(self.plan, self._groups()):
@@ -137,7 +189,9 @@ class Extraction:
                     continue
                 with finished:  # here, where new work begins, and nowhere that what is under way would have to wait
                     finished.wait_for(lambda: full < FINISHING)
-                writer = ShardWriter(self.finished, planned.key, group, self.hidden_size, self.params.dtype)
+                writer = ShardWriter(
+                    self.finished, planned.key, group, self.hidden_size, self.params.dtype
+                )
                 with self._lock:
                     left[planned.key], writers[planned.key] = len(group), writer
                 for row in range(len(group)):
@@ -185,31 +239,49 @@ class Extraction:
     def refuse_if_quarantined(self) -> None:
         """Raises Refusal when more rows than hidden_states.max_quarantine_rate of the data set have no usable states."""
         with self._lock:
-            bad = [row for p in self.plan if p.key in self.entries for row in self.entries[p.key][QUARANTINED]]
+            bad = [
+                row
+                for p in self.plan
+                if p.key in self.entries
+                for row in self.entries[p.key][QUARANTINED]
+            ]
         total = sum(p.rows for p in self.plan)
         if len(bad) > self.params.max_quarantine_rate * total:
-            raise Refusal(f"{len(bad)} of {total} records have no usable states, more than "
-                          f"hidden_states.max_quarantine_rate {self.params.max_quarantine_rate} allows (first: "
-                          f"{bad[0]['id']}: {bad[0]['reason']}); check the target's dtype and the server's log")
+            raise Refusal(
+                f"{len(bad)} of {total} records have no usable states, more than "
+                f"hidden_states.max_quarantine_rate {self.params.max_quarantine_rate} allows (first: "
+                f"{bad[0]['id']}: {bad[0]['reason']}); check the target's dtype and the server's log"
+            )
 
     def publish(self, folder: Path, more: dict[str, Any]) -> None:
         """Puts the folder in place and clears the work folder of everything that it does not name."""
         entries = [self.entries[p.key] for p in self.plan]
         bad = [row for entry in entries for row in entry[QUARANTINED]]
         if bad:
-            self.say(f"{len(bad)} records are quarantined (first: {bad[0]['id']}: {bad[0]['reason']})")
+            self.say(
+                f"{len(bad)} records are quarantined (first: {bad[0]['id']}: {bad[0]['reason']})"
+            )
         with replacing(folder) as temporary:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             for entry in entries:
                 shards.link(self.finished / entry["file"], temporary / entry["file"])
-            shards.write_manifest(temporary, self.identity, entries, **more, checks=self.checks, quarantined=bad)
+            shards.write_manifest(
+                temporary, self.identity, entries, **more, checks=self.checks, quarantined=bad
+            )
         # The folder's links hold the bytes; a second name under work would keep deleted states on the disk.
         shutil.rmtree(self.finished)
 
 
-def self_check(capture: Capture, folder: Path, sample: list[Record], hidden_size: int, dtype: str,
-               head: Callable[[], torch.Tensor], greedy: bool) -> dict[str, Any]:
+def self_check(
+    capture: Capture,
+    folder: Path,
+    sample: list[Record],
+    hidden_size: int,
+    dtype: str,
+    head: Callable[[], torch.Tensor],
+    greedy: bool,
+) -> dict[str, Any]:
     """Captures a few records together and one by one, through files like any others, and compares. Raises Refusal when
     they disagree or, where the answers were greedy, when the states do not predict the tokens that were served."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -222,11 +294,17 @@ def self_check(capture: Capture, folder: Path, sample: list[Record], hidden_size
             capture.run(iter([Job(alone, row)]), lambda job: None)
         for writer in (together, alone):
             if missing := next(filter(None, map(writer.missing, rows)), ""):
-                raise Refusal(f"self-check: {missing}; a prefix cache would do that: switch the server's off "
-                              "(--disable-radix-cache), or see its log")
+                raise Refusal(
+                    f"self-check: {missing}; a prefix cache would do that: switch the server's off "
+                    "(--disable-radix-cache), or see its log"
+                )
         usable = [row for row in rows if row not in together.problems and row not in alone.problems]
         pairs = [(together.read(row), alone.read(row)) for row in usable]
-        result = {"records": len(usable), "difference_alone_and_batched": _agreement(pairs), "greedy_agreement": None}
+        result = {
+            "records": len(usable),
+            "difference_alone_and_batched": _agreement(pairs),
+            "greedy_agreement": None,
+        }
         if greedy and usable:
             result["greedy_agreement"] = _greedy_agreement(pairs, head().float())
         return result
@@ -248,7 +326,9 @@ def _agreement(pairs: list[tuple[dict, dict]]) -> float | None:
     found = []
     for name in ("aux", "last"):
         one, other = (torch.cat([pair[side][name].float() for pair in pairs]) for side in (0, 1))
-        inner = torch.cat([pair[1][name][1:].float() for pair in pairs])  # position 0 is an outlier in every model
+        inner = torch.cat(
+            [pair[1][name][1:].float() for pair in pairs]
+        )  # position 0 is an outlier in every model
         spread = inner.std(0) if len(inner) > 1 else other.abs().mean(0)
         spread = spread.clamp(min=max(spread.median().item() / 100, 1e-6))
         found.append(((one - other) / spread).square().mean(-1).sqrt())
@@ -258,7 +338,8 @@ def _agreement(pairs: list[tuple[dict, dict]]) -> float | None:
         raise Refusal(
             f"states of a record captured alone and in a batch differ: by less than {MAX_DIFFERENCE} of the distance between "
             f"tokens at {share:.1%} of positions, {MIN_SHARE:.0%} are needed (largest difference: {difference.max().item():.2f}); "
-            "requests are mixed up, or the engine's batches change its numerics too much")
+            "requests are mixed up, or the engine's batches change its numerics too much"
+        )
     return difference.mean().item()
 
 
@@ -271,6 +352,8 @@ def _greedy_agreement(pairs: list[tuple[dict, dict]], head: torch.Tensor) -> flo
         hits.append(predicted == row["input_ids"][1:][mask])
     share = torch.cat(hits).float().mean().item()
     if share < MIN_AGREEMENT:
-        raise Refusal(f"only {share:.1%} of greedy tokens are what the captured states predict, not {MIN_AGREEMENT:.0%}; "
-                      "the final norm, the layer list or the target differs from the one that answered")
+        raise Refusal(
+            f"only {share:.1%} of greedy tokens are what the captured states predict, not {MIN_AGREEMENT:.0%}; "
+            "the final norm, the layer list or the target differs from the one that answered"
+        )
     return share

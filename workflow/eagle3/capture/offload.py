@@ -13,7 +13,9 @@ from eagle3.hidden_states import fp8
 from eagle3.hidden_states.layout import block_of
 
 
-def states_to_store(layers: list[torch.Tensor], last: torch.Tensor, dtype: str) -> dict[str, torch.Tensor]:
+def states_to_store(
+    layers: list[torch.Tensor], last: torch.Tensor, dtype: str
+) -> dict[str, torch.Tensor]:
     """What a shard keeps of captured states, `layers` three [T, H] or one [T, 3H], by region, and `bad` bool [T, 4]: which
     layers hold NaN or inf.
 
@@ -21,7 +23,9 @@ def states_to_store(layers: list[torch.Tensor], last: torch.Tensor, dtype: str) 
     """
     block = block_of(last.shape[-1])
     aux = torch.cat(layers, dim=-1)  # [T, 3H], our own: the engine may use its tensors again
-    largest = torch.cat([aux.unflatten(-1, (3, -1)).abs().amax(-1), last.abs().amax(-1, keepdim=True)], dim=-1)  # [T, 4]
+    largest = torch.cat(
+        [aux.unflatten(-1, (3, -1)).abs().amax(-1), last.abs().amax(-1, keepdim=True)], dim=-1
+    )  # [T, 4]
     found = {"bad": ~torch.isfinite(largest)}
     for name, states in (("aux", aux), ("last", last)):
         found[name], scales = fp8.stored(states, dtype, block)
@@ -46,7 +50,9 @@ class Offload:
             self.free.put(None)  # pinned memory is allocated at the first use
             threading.Thread(target=self._write, name="write-states", daemon=True).start()
 
-    def submit(self, tensors: dict[str, torch.Tensor], write: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    def submit(
+        self, tensors: dict[str, torch.Tensor], write: Callable[[dict[str, torch.Tensor]], None]
+    ) -> None:
         """Calls `write` with the tensors on the CPU, in a writer thread. Raises what an earlier `write` raised."""
         buffer = self.free.get()
         if self.failed:
@@ -63,7 +69,9 @@ class Offload:
         on_cpu, place = {}, 0
         with torch.cuda.stream(self.stream):
             for name, tensor in tensors.items():
-                on_cpu[name] = buffer[place:place + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                on_cpu[name] = (
+                    buffer[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                )
                 on_cpu[name].copy_(tensor, non_blocking=True)
                 tensor.record_stream(self.stream)
                 place += -(-tensor.nbytes // 256) * 256

@@ -30,7 +30,9 @@ POLL = 0.005
 LAYER_NAMES = ("first layer", "second layer", "third layer", "last")
 
 
-def engine_version(python: str, command: list[str] | None = None, environment: dict[str, str] | None = None) -> str:
+def engine_version(
+    python: str, command: list[str] | None = None, environment: dict[str, str] | None = None
+) -> str:
     """Version of SGLang in the environment of the command's interpreter or of the one beside its program, else of `python`.
 
     Raises Refusal if there is none.
@@ -38,19 +40,36 @@ def engine_version(python: str, command: list[str] | None = None, environment: d
     if command:
         program = Path(command[0])
         beside = program.parent / "python"
-        python = command[0] if program.name.startswith("python") else str(beside) if beside.exists() else python
+        python = (
+            command[0]
+            if program.name.startswith("python")
+            else str(beside)
+            if beside.exists()
+            else python
+        )
     code = "from importlib.metadata import version; print(version('sglang'))"
     try:
-        return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True,
-                              env={**os.environ, **(environment or {})}).stdout.strip()
+        return subprocess.run(
+            [python, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, **(environment or {})},
+        ).stdout.strip()
     except (OSError, subprocess.CalledProcessError) as error:
-        raise Refusal(f"{python} has no SGLang ({error}); set server.python to the interpreter of its environment") from None
+        raise Refusal(
+            f"{python} has no SGLang ({error}); set server.python to the interpreter of its environment"
+        ) from None
 
 
 def server_environment(given: dict[str, Any]) -> dict[str, str]:
     """Variables with which a server finds our hooks; what it had in PYTHONPATH stays behind them."""
     before = str(given.get("PYTHONPATH") or os.environ.get("PYTHONPATH", ""))
-    return {"PYTHONPATH": os.pathsep.join([str(Path(__file__).resolve().parents[2]), *filter(None, [before])])}
+    return {
+        "PYTHONPATH": os.pathsep.join(
+            [str(Path(__file__).resolve().parents[2]), *filter(None, [before])]
+        )
+    }
 
 
 class Pending:
@@ -72,8 +91,15 @@ class SglangCapture:
 
     last_is = "after_final_norm"
 
-    def __init__(self, urls: list[str], concurrency: int = 128, request_timeout: float = 3600, max_tries: int = 5,
-                 patience: float = 60, recover: Callable[[], None] = lambda: None):
+    def __init__(
+        self,
+        urls: list[str],
+        concurrency: int = 128,
+        request_timeout: float = 3600,
+        max_tries: int = 5,
+        patience: float = 60,
+        recover: Callable[[], None] = lambda: None,
+    ):
         self.urls, self.calls = urls, max(2, concurrency // ROWS)
         self.request_timeout, self.max_tries, self.patience = request_timeout, max_tries, patience
         self.recover, self.root = recover, ""
@@ -86,16 +112,27 @@ class SglangCapture:
         timeout = aiohttp.ClientTimeout(total=self.request_timeout)
         # One thread takes jobs: making one may wait for the disk. Others hash the rows that are complete.
         with ThreadPoolExecutor(1) as taker, ThreadPoolExecutor(4) as hashers:
-            async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+            async with aiohttp.ClientSession(
+                timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
+            ) as session:
                 if not self.root:
-                    self.root = os.path.commonpath([await self._checked_root(session, url) for url in self.urls])
+                    self.root = os.path.commonpath(
+                        [await self._checked_root(session, url) for url in self.urls]
+                    )
                 folders: dict[str, int] = {}
                 taken: asyncio.Queue[list[Job]] = asyncio.Queue(self.calls)
                 reader = asyncio.create_task(self._read_acks(folders, hashers))
-                calls = asyncio.gather(self._take(jobs, taker, taken),
-                                       *(self._call(session, n, taken, done, hashers, folders) for n in range(self.calls)))
+                calls = asyncio.gather(
+                    self._take(jobs, taker, taken),
+                    *(
+                        self._call(session, n, taken, done, hashers, folders)
+                        for n in range(self.calls)
+                    ),
+                )
                 try:
-                    finished, _ = await asyncio.wait([reader, calls], return_when=asyncio.FIRST_COMPLETED)
+                    finished, _ = await asyncio.wait(
+                        [reader, calls], return_when=asyncio.FIRST_COMPLETED
+                    )
                     for task in finished:
                         task.result()
                 finally:
@@ -112,19 +149,33 @@ class SglangCapture:
                     break
         else:
             raise Refusal(f"the server at {url} does not say how it was started (no /server_info)")
-        info = {**info, **info.get("server_args", {})} if isinstance(info.get("server_args"), dict) else info
+        info = (
+            {**info, **info.get("server_args", {})}
+            if isinstance(info.get("server_args"), dict)
+            else info
+        )
         if not info.get("disable_radix_cache"):
-            raise Refusal(f"the server at {url} has its prefix cache on, so cached tokens would have no states; restart it "
-                          "with --disable-radix-cache")
+            raise Refusal(
+                f"the server at {url} has its prefix cache on, so cached tokens would have no states; restart it "
+                "with --disable-radix-cache"
+            )
         hooks = info.get("forward_hooks") or []
         hooks = json.loads(hooks) if isinstance(hooks, str) else hooks
-        roots = {hook.get("config", {}).get("root") for hook in hooks if str(hook.get("name")).startswith(PREFIX)}
+        roots = {
+            hook.get("config", {}).get("root")
+            for hook in hooks
+            if str(hook.get("name")).startswith(PREFIX)
+        }
         if len(roots) != 1:
-            raise Refusal(f"the server at {url} was started without our --forward-hooks; leave server.endpoints empty and "
-                          "let the stage start it")
+            raise Refusal(
+                f"the server at {url} was started without our --forward-hooks; leave server.endpoints empty and "
+                "let the stage start it"
+            )
         return roots.pop()
 
-    async def _take(self, jobs: Iterator[Job], taker: ThreadPoolExecutor, taken: asyncio.Queue) -> None:
+    async def _take(
+        self, jobs: Iterator[Job], taker: ThreadPoolExecutor, taken: asyncio.Queue
+    ) -> None:
         """Takes rows ahead, so that no call waits while the next shard is read and laid out; nothing, for each call, last."""
         loop = asyncio.get_running_loop()
         while rows := await loop.run_in_executor(taker, lambda: list(itertools.islice(jobs, ROWS))):
@@ -132,7 +183,9 @@ class SglangCapture:
         for _ in range(self.calls):
             await taken.put([])
 
-    async def _call(self, session, number: int, taken: asyncio.Queue, done, hashers, folders) -> None:
+    async def _call(
+        self, session, number: int, taken: asyncio.Queue, done, hashers, folders
+    ) -> None:
         """One of the calls that are under way at the same time: sends rows, and the next when these are answered and the
         states of those before are written."""
         url, settling = self.urls[number % len(self.urls)], asyncio.create_task(asyncio.sleep(0))
@@ -141,17 +194,23 @@ class SglangCapture:
                 pending = [Pending(job) for job in rows]
                 await self._send(session, url, pending, folders)
                 await settling
-                settling = asyncio.create_task(self._settle(session, url, pending, done, hashers, folders))
+                settling = asyncio.create_task(
+                    self._settle(session, url, pending, done, hashers, folders)
+                )
             await settling
         finally:
             settling.cancel()
             await asyncio.gather(settling, return_exceptions=True)
 
-    async def _settle(self, session, url: str, pending: list[Pending], done, hashers, folders) -> None:
+    async def _settle(
+        self, session, url: str, pending: list[Pending], done, hashers, folders
+    ) -> None:
         """Waits for the states of rows that were answered, asks once more for those that have none, and calls all done."""
         await self._written(pending)
         if len(pending) > 1 or any(p.problem for p in pending):
-            for one in [p for p in pending if not p.complete.is_set()]:  # alone, so that no row fails for another's sake
+            for one in [
+                p for p in pending if not p.complete.is_set()
+            ]:  # alone, so that no row fails for another's sake
                 one.problem, one.refused = "", False
                 await self._send(session, url, [one], folders)
                 await self._written([one])
@@ -160,18 +219,25 @@ class SglangCapture:
                 one.job.writer.problems.setdefault(one.job.row, one.problem)
             await asyncio.get_running_loop().run_in_executor(hashers, done, one.job)
 
-    async def _send(self, session, url: str, pending: list[Pending], folders: dict[str, int]) -> None:
+    async def _send(
+        self, session, url: str, pending: list[Pending], folders: dict[str, int]
+    ) -> None:
         """Sends rows in one request and waits for its answer."""
         for one in pending:
             part = one.job.writer.path.resolve()
             if self.root not in map(str, part.parents):
-                raise Refusal(f"the server writes states under {self.root}, but {part} is not there; restart it from here")
+                raise Refusal(
+                    f"the server writes states under {self.root}, but {part} is not there; restart it from here"
+                )
             one.rid = f"{PREFIX}:{part.relative_to(self.root).with_suffix('')}:{one.job.row}:{uuid.uuid4().hex[:8]}"
             self.waiting[one.rid] = one
             acks = str(part.parent / ACKS)
             folders.setdefault(acks, os.path.getsize(acks) if os.path.exists(acks) else 0)
-        body = {"rid": [p.rid for p in pending], "input_ids": [p.job.record.input_ids for p in pending],
-                "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+        body = {
+            "rid": [p.rid for p in pending],
+            "input_ids": [p.job.record.input_ids for p in pending],
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+        }
         if problem := await self._post(session, url, body):
             for one in pending:
                 one.problem, one.refused = problem, True
@@ -202,8 +268,10 @@ class SglangCapture:
                 reason = f"{type(error).__name__} {error}"
             await asyncio.sleep(min(30, 2**attempt))
             await asyncio.to_thread(self.recover)
-        raise Refusal(f"the server at {url} gave no answer in {self.max_tries} tries (last: {reason}); finished shards are "
-                      "kept: see the server's log and run the same command again")
+        raise Refusal(
+            f"the server at {url} gave no answer in {self.max_tries} tries (last: {reason}); finished shards are "
+            "kept: see the server's log and run the same command again"
+        )
 
     async def _read_acks(self, folders: dict[str, int], hashers: ThreadPoolExecutor) -> None:
         """Follows the acknowledgement files and completes rows. Raises Refusal when the server says that none can come."""

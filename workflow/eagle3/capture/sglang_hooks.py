@@ -91,17 +91,25 @@ class Receiver:
             layouts = {part: Layout.of_file(part) for part in {piece.part for piece in pieces}}
             layout = layouts[pieces[0].part]
             hidden = layout.regions["last"].shape[1]
-            width, tokens = sum(part.shape[-1] for part in layers), min(len(part) for part in (*layers, last))
+            width, tokens = (
+                sum(part.shape[-1] for part in layers),
+                min(len(part) for part in (*layers, last)),
+            )
             if width != 3 * hidden or last.shape[-1] != hidden:
-                tell(pieces, fatal=f"captured width is {width} and the last state's {last.shape[-1]}, not 3 x {hidden} and "
-                                   f"{hidden}; check hidden_states.layers and the flags of the server")
+                tell(
+                    pieces,
+                    fatal=f"captured width is {width} and the last state's {last.shape[-1]}, not 3 x {hidden} and "
+                    f"{hidden}; check hidden_states.layers and the flags of the server",
+                )
                 return
             if tokens < pieces[-1].end:
                 tell(pieces, problem=f"the batch has {pieces[-1].end} tokens but {tokens} states")
                 return
             if self.offload is None:
                 self.offload = Offload(last.device)
-            stored = states_to_store([part[:tokens] for part in layers], last[:tokens], layout.dtype)
+            stored = states_to_store(
+                [part[:tokens] for part in layers], last[:tokens], layout.dtype
+            )
             self.offload.submit(stored, lambda on_cpu: write(pieces, layouts, on_cpu))
         except Exception as error:
             logger.exception("hidden states were not captured")
@@ -123,7 +131,14 @@ def write(pieces: list[Piece], layouts: dict[str, Layout], stored: dict[str, tor
     for run in together:
         first, end = run[0], run[-1].end
         try:
-            write_tokens(first.part, layouts[first.part], first.row, first.token, stored, slice(first.begin, end))
+            write_tokens(
+                first.part,
+                layouts[first.part],
+                first.row,
+                first.token,
+                stored,
+                slice(first.begin, end),
+            )
             told += [(piece, written(piece, bad)) for piece in run]
         except Exception as error:
             told += [(piece, {"problem": f"{type(error).__name__}: {error}"}) for piece in run]
@@ -153,8 +168,11 @@ def runs(pieces: list[Piece], layouts: dict[str, Layout]) -> Iterator[list[Piece
 def written(piece: Piece, bad: torch.Tensor | None) -> dict[str, Any]:
     """What is said of a piece in its shard; `bad` [T, 4] if the batch has any."""
     told: dict[str, Any] = {"token": piece.token, "count": piece.end - piece.begin, "bad": None}
-    if bad is not None and (here := bad[piece.begin:piece.end]).any():
-        told |= {"bad": here.any(0).tolist(), "bad_token": piece.token + int(here.any(1).int().argmax())}
+    if bad is not None and (here := bad[piece.begin : piece.end]).any():
+        told |= {
+            "bad": here.any(0).tolist(),
+            "bad_token": piece.token + int(here.any(1).int().argmax()),
+        }
     return told
 
 
@@ -167,7 +185,9 @@ def acknowledge(told: list[tuple[Piece, dict[str, Any]]]) -> None:
     """Appends acknowledgements, those of a folder at once. A client that is gone, with its folder, is no fault of the server's."""
     lines: dict[str, list[bytes]] = {}
     for piece, what in told:
-        lines.setdefault(os.path.dirname(piece.part), []).append(json.dumps({"rid": piece.rid, **what}).encode() + b"\n")
+        lines.setdefault(os.path.dirname(piece.part), []).append(
+            json.dumps({"rid": piece.rid, **what}).encode() + b"\n"
+        )
     for folder, content in lines.items():
         try:
             file = os.open(os.path.join(folder, ACKS), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -187,7 +207,10 @@ def first_rank() -> bool:
         return get_attention_tp_rank() == 0
     except Exception:
         distributed = torch.distributed
-        return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
+        return (
+            not (distributed.is_available() and distributed.is_initialized())
+            or distributed.get_rank() == 0
+        )
 
 
 _receivers: dict[str, Receiver] = {}
@@ -206,10 +229,15 @@ def captured(config: dict[str, Any]) -> Callable:
     def hook(module, arguments, output):
         aux = arguments[4] if len(arguments) > 4 else None
         if aux is None:
-            tell(ours.pieces(arguments[3]), fatal="the server captures no layers; start it with "
-                 "--enable-return-aux-hidden-states --speculative-algorithm EAGLE3")
+            tell(
+                ours.pieces(arguments[3]),
+                fatal="the server captures no layers; start it with "
+                "--enable-return-aux-hidden-states --speculative-algorithm EAGLE3",
+            )
         else:
-            ours.take([aux] if isinstance(aux, torch.Tensor) else list(aux), arguments[1], arguments[3])
+            ours.take(
+                [aux] if isinstance(aux, torch.Tensor) else list(aux), arguments[1], arguments[3]
+            )
 
     return hook
 
@@ -224,8 +252,11 @@ def layer(config: dict[str, Any]) -> Callable:
             return
         states, residual = output[0], output[1]
         if getattr(states, "_sglang_needs_allreduce_fusion", False):
-            tell(pieces, fatal="layer outputs are partial sums; start the server without "
-                 "--enable-flashinfer-allreduce-fusion")
+            tell(
+                pieces,
+                fatal="layer outputs are partial sums; start the server without "
+                "--enable-flashinfer-allreduce-fusion",
+            )
         # Summed at once: the kernels of the next layer overwrite both.
         ours.layers[place] = states + residual
 
@@ -240,32 +271,55 @@ def final(config: dict[str, Any]) -> Callable:
         layers, batch = ours.layers, ours.batch
         ours.layers = {}
         if batch is not None:
-            ours.take([layers[place] for place in sorted(layers)], output[0] if isinstance(output, tuple) else output, batch)
+            ours.take(
+                [layers[place] for place in sorted(layers)],
+                output[0] if isinstance(output, tuple) else output,
+                batch,
+            )
 
     return hook
 
 
-def server_flags(version: str, captured_layers: list[int], config_ids: list[int], root: str) -> dict[str, Any]:
+def server_flags(
+    version: str, captured_layers: list[int], config_ids: list[int], root: str
+) -> dict[str, Any]:
     """Flags with which a server of this version captures the inputs of `captured_layers` into shards under `root`.
 
     `config_ids` are the same layers in the convention of its model class. False takes a flag away that was given: a token that
     a cache of prefixes knows has no states, and SGLang does not start with one that is switched off and made larger at once.
     """
     number = tuple(int(word) for word in version.split(".")[:3] if word.isdigit())
-    common = {"disable-radix-cache": True, "enable-hierarchical-cache": False, "enable-lmcache": False,
-              "disable-prefill-cuda-graph": True}
+    common = {
+        "disable-radix-cache": True,
+        "enable-hierarchical-cache": False,
+        "enable-lmcache": False,
+        "disable-prefill-cuda-graph": True,
+    }
     if number >= (0, 5, 23):
         hooks = [_spec("captured", ["logits_processor"], {"root": root})]
-        common |= {"enable-return-aux-hidden-states": True, "speculative-algorithm": "EAGLE3",
-                   "return-aux-hidden-state-layer-ids": config_ids}
+        common |= {
+            "enable-return-aux-hidden-states": True,
+            "speculative-algorithm": "EAGLE3",
+            "return-aux-hidden-state-layer-ids": config_ids,
+        }
     else:
-        hooks = [_spec("layer", [f"model.layers.{one - 1}"], {"root": root, "place": place})
-                 for place, one in enumerate(captured_layers)] + [_spec("final", ["model.norm"], {"root": root})]
+        hooks = [
+            _spec("layer", [f"model.layers.{one - 1}"], {"root": root, "place": place})
+            for place, one in enumerate(captured_layers)
+        ] + [_spec("final", ["model.norm"], {"root": root})]
     return {**common, "forward-hooks": json.dumps(hooks, separators=(",", ":"))}
 
 
 def _spec(factory: str, modules: list[str], config: dict[str, Any]) -> dict[str, Any]:
     """One entry of --forward-hooks. Multi-modal models keep their language model under another name."""
-    patterns = [prefix + module for module in modules for prefix in ("", "language_model.", "model.language_model.")]
-    return {"name": f"{PREFIX}-{factory}-{config.get('place', 0)}", "target_modules": patterns,
-            "hook_factory": f"{__name__}:{factory}", "config": config}
+    patterns = [
+        prefix + module
+        for module in modules
+        for prefix in ("", "language_model.", "model.language_model.")
+    ]
+    return {
+        "name": f"{PREFIX}-{factory}-{config.get('place', 0)}",
+        "target_modules": patterns,
+        "hook_factory": f"{__name__}:{factory}",
+        "config": config,
+    }

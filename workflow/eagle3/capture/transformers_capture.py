@@ -15,7 +15,9 @@ from eagle3.records.records import Record
 from eagle3.target.model import Target
 
 WINDOW = 16  # batches that are sorted by length together
-PIECE = 1 << 27  # bytes of a batch's states that are copied and written together, by one of several threads
+PIECE = (
+    1 << 27
+)  # bytes of a batch's states that are copied and written together, by one of several threads
 
 
 @dataclass(frozen=True)
@@ -43,13 +45,21 @@ class Capture(Protocol):
 
 def decoder_of(model):
     """(list of decoder layers, final norm) of a transformers model. Raises Refusal if they cannot be found."""
-    for path in ("model", "model.language_model", "language_model.model", "transformer", "language_model"):
+    for path in (
+        "model",
+        "model.language_model",
+        "language_model.model",
+        "transformer",
+        "language_model",
+    ):
         module = model
         for name in path.split("."):
             module = getattr(module, name, None)
         if module is not None and hasattr(module, "layers") and hasattr(module, "norm"):
             return module.layers, module.norm
-    raise Refusal(f"no decoder layers found in {type(model).__name__}; expected model.layers and model.norm")
+    raise Refusal(
+        f"no decoder layers found in {type(model).__name__}; expected model.layers and model.norm"
+    )
 
 
 def batches(jobs: list[Job], batch_tokens: int) -> Iterator[list[Job]]:
@@ -82,10 +92,15 @@ class Replica:
         self.model, self.layers, self.hidden_size = model, layers, hidden_size
         self.captured: dict[int | str, torch.Tensor] = {}
         decoder, norm = decoder_of(model)
-        self.hooks = [decoder[layer].register_forward_pre_hook(self._keep_input(layer), with_kwargs=True)
-                      for layer in layers]
-        self.hooks.append(norm.register_forward_hook(
-            lambda module, inputs, output: self.captured.__setitem__("last", output)))
+        self.hooks = [
+            decoder[layer].register_forward_pre_hook(self._keep_input(layer), with_kwargs=True)
+            for layer in layers
+        ]
+        self.hooks.append(
+            norm.register_forward_hook(
+                lambda module, inputs, output: self.captured.__setitem__("last", output)
+            )
+        )
         self.offload = Offload(model.device)
 
     def _keep_input(self, layer: int):
@@ -102,7 +117,11 @@ class Replica:
         for row, sequence in enumerate(ids):
             tokens[row, : len(sequence)] = torch.tensor(sequence)
         # logits_to_keep=1: the output projection over all positions would cost more than the capture.
-        self.model(input_ids=tokens.to(self.model.device, non_blocking=True), use_cache=False, logits_to_keep=1)
+        self.model(
+            input_ids=tokens.to(self.model.device, non_blocking=True),
+            use_cache=False,
+            logits_to_keep=1,
+        )
 
     @torch.inference_mode()
     def states(self, ids: list[list[int]]) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -112,23 +131,32 @@ class Replica:
         """
         self.forward(ids)
         longest = max(map(len, ids))
-        real = torch.cat([torch.arange(len(s)) + row * longest for row, s in enumerate(ids)]).to(self.model.device)
+        real = torch.cat([torch.arange(len(s)) + row * longest for row, s in enumerate(ids)]).to(
+            self.model.device
+        )
 
         def packed(states):  # [B, L, H] -> [T, H]
             return states.flatten(0, 1).index_select(0, real)
 
-        layers, last = [packed(self.captured[layer]) for layer in self.layers], packed(self.captured["last"])
+        layers, last = (
+            [packed(self.captured[layer]) for layer in self.layers],
+            packed(self.captured["last"]),
+        )
         self.captured.clear()
         width = sum(part.shape[-1] for part in layers)
         if width != 3 * self.hidden_size:
-            raise Refusal(f"captured width is {width}, not 3 x {self.hidden_size}; check hidden_states.layers")
+            raise Refusal(
+                f"captured width is {width}, not 3 x {self.hidden_size}; check hidden_states.layers"
+            )
         return layers, last
 
     def fill(self, batch: list[Job], done: Callable[[Job], None]) -> None:
         """Captures a batch and sends it to its shards."""
         lengths = [len(job.record.input_ids) for job in batch]
         with torch.inference_mode():
-            stored = states_to_store(*self.states([job.record.input_ids for job in batch]), batch[0].writer.layout.dtype)
+            stored = states_to_store(
+                *self.states([job.record.input_ids for job in batch]), batch[0].writer.layout.dtype
+            )
 
         def write(first: int, end: int, on_cpu: dict[str, torch.Tensor]) -> None:
             begin = 0
@@ -142,7 +170,10 @@ class Replica:
         token_bytes, begin = sum(tensor.nbytes for tensor in stored.values()) // sum(lengths), 0
         for first, end in pieces(lengths, max(1, PIECE // token_bytes)):
             tokens = sum(lengths[first:end])
-            self.offload.submit({name: tensor[begin:begin + tokens] for name, tensor in stored.items()}, partial(write, first, end))
+            self.offload.submit(
+                {name: tensor[begin : begin + tokens] for name, tensor in stored.items()},
+                partial(write, first, end),
+            )
             begin += tokens
 
 
@@ -154,12 +185,20 @@ class TransformersCapture:
 
     last_is = "after_final_norm"
 
-    def __init__(self, target: Target, layers: list[int], batch_tokens: int = 8192, models: list | None = None):
+    def __init__(
+        self,
+        target: Target,
+        layers: list[int],
+        batch_tokens: int = 8192,
+        models: list | None = None,
+    ):
         self.batch_tokens = batch_tokens
         if models is None:
             models = [target.load_model()]
             for other in range(1, torch.cuda.device_count()):
-                with torch.cuda.device(other):  # "cuda" means the current one, and none holds two models for a moment
+                with torch.cuda.device(
+                    other
+                ):  # "cuda" means the current one, and none holds two models for a moment
                     models.append(target.load_model())
         self.replicas = [Replica(model, layers, target.hidden_size) for model in models]
 

@@ -17,11 +17,16 @@ this kind, what cannot happen here, and where that is handled or tested.
 
 def ids(folder: str | Path = PARTS) -> list[str]:
     """The ids of all rows, in order of the files and of the rows in them; one that stands twice comes twice."""
-    return [identifier for path in parts(folder) for identifier in ROW.findall(path.read_text(encoding="utf-8"))]
+    return [
+        identifier
+        for path in parts(folder)
+        for identifier in ROW.findall(path.read_text(encoding="utf-8"))
+    ]
 
 
 def parts(folder: str | Path = PARTS) -> list[Path]:
     """The files, in the order of their first row."""
+
     def first(path: Path) -> str:
         found = ROW.search(path.read_text(encoding="utf-8"))
         return found[1] if found else "Z"
@@ -31,7 +36,10 @@ def parts(folder: str | Path = PARTS) -> list[Path]:
 
 def page(folder: str | Path = PARTS) -> str:
     """The whole page; the parts' titles go one level down."""
-    texts = [re.sub(r"^(#+) ", r"#\1 ", path.read_text(encoding="utf-8").strip(), flags=re.MULTILINE) for path in parts(folder)]
+    texts = [
+        re.sub(r"^(#+) ", r"#\1 ", path.read_text(encoding="utf-8").strip(), flags=re.MULTILINE)
+        for path in parts(folder)
+    ]
     return "\n\n".join([INTRODUCTION.strip(), *texts]) + "\n"
 
 

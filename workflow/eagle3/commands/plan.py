@@ -38,7 +38,11 @@ class Rates:
     @classmethod
     def assumed(cls, params: Params) -> "Rates":
         big = params.generate.engine == "sglang"
-        return cls(3000 if big else 60, 10000 if params.hidden_states.engine == "sglang" else 300, 10000 if big else 400)
+        return cls(
+            3000 if big else 60,
+            10000 if params.hidden_states.engine == "sglang" else 300,
+            10000 if big else 400,
+        )
 
 
 @dataclass
@@ -69,11 +73,20 @@ def known_tokens(name: str, data: Path, work: Path) -> tuple[str, int, int, int]
     journal = work / f"generate/{name}/journal.jsonl"
     if record_file.exists():
         counts = json.loads(parquet.ParquetFile(record_file).metadata.metadata[b"eaglemake"])
-        return "measured", counts["records"], counts["tokens"] - counts["supervised"], counts["supervised"]
+        return (
+            "measured",
+            counts["records"],
+            counts["tokens"] - counts["supervised"],
+            counts["supervised"],
+        )
     if response_file.exists():
         last = [row["turns"][-1] for row in read_jsonl(response_file)]
-        return ("measured", len(last), sum(len(turn["prompt_ids"]) for turn in last),
-                sum(len(turn["output_ids"]) for turn in last))
+        return (
+            "measured",
+            len(last),
+            sum(len(turn["prompt_ids"]) for turn in last),
+            sum(len(turn["output_ids"]) for turn in last),
+        )
     if journal.exists() and (found := _journalled(journal)):
         return "journal", *found
     if stats_file.exists():
@@ -91,7 +104,11 @@ def _journalled(path: Path) -> tuple[int, int, int] | None:
                 usage = json.loads(line)["usage"]
             except (ValueError, KeyError, TypeError):
                 continue
-            rows, prompt, answer = rows + 1, prompt + usage["prompt_tokens"], answer + usage["completion_tokens"]
+            rows, prompt, answer = (
+                rows + 1,
+                prompt + usage["prompt_tokens"],
+                answer + usage["completion_tokens"],
+            )
     return (rows, prompt, answer) if rows else None
 
 
@@ -108,10 +125,18 @@ def rows_wanted(name: str, dataset: Dataset, data: Path) -> int | None:
 
 def target_config(params: Params, data: Path) -> dict[str, Any]:
     """The target's text configuration, from data/target or the local folder that params.yaml names; may be empty."""
-    for folder in (data / "target/model", _described(data), Path(params.target.source.path or "/nowhere")):
+    for folder in (
+        data / "target/model",
+        _described(data),
+        Path(params.target.source.path or "/nowhere"),
+    ):
         if folder and (folder / "config.json").exists():
             config = read_json(folder / "config.json")
-            return {**config, **config.get("text_config", {}), "architectures": config.get("architectures")}
+            return {
+                **config,
+                **config.get("text_config", {}),
+                "architectures": config.get("architectures"),
+            }
     return {}
 
 
@@ -120,8 +145,14 @@ def _described(data: Path) -> Path | None:
     return Path(read_json(file)["path"]) if file.exists() and read_json(file).get("path") else None
 
 
-def make(params: Params, rates: Rates, hidden_size: int | None = None, free: int | None = None,
-         data: Path = Path("data"), work: Path = Path(".work")) -> dict[str, Any]:
+def make(
+    params: Params,
+    rates: Rates,
+    hidden_size: int | None = None,
+    free: int | None = None,
+    data: Path = Path("data"),
+    work: Path = Path(".work"),
+) -> dict[str, Any]:
     """The plan as plain values. `free`: bytes of disk; what the disk of `data` has if not given.
 
     Where neither data/target, the target's folder nor `hidden_size` tells how wide the states are, `width_known` is false,
@@ -130,34 +161,62 @@ def make(params: Params, rates: Rates, hidden_size: int | None = None, free: int
     config = target_config(params, data)
     width = hidden_size or config.get("hidden_size") or 0
     sets = estimates(params, data, work)
-    token_bytes = {kind: shards.bytes_per_token(width, kind) if width else 0 for kind in shards.DTYPES}
+    token_bytes = {
+        kind: shards.bytes_per_token(width, kind) if width else 0 for kind in shards.DTYPES
+    }
     stored = token_bytes[params.hidden_states.dtype]
     for one in sets:
         _cost(one, params, rates, stored)
     copies = cache_copies(data)
     needed = sum(one.bytes_responses + one.bytes_states for one in sets)
-    missing = sum((one.bytes_responses if "generate" not in one.done else 0)
-                  + (one.bytes_states if "extract" not in one.done else 0) for one in sets) * copies
+    missing = (
+        sum(
+            (one.bytes_responses if "generate" not in one.done else 0)
+            + (one.bytes_states if "extract" not in one.done else 0)
+            for one in sets
+        )
+        * copies
+    )
     free = shutil.disk_usage(data if data.exists() else ".").free if free is None else free
     trained = (data / "drafter/training.json").exists()
     training = 0.0 if trained else train_hours(sum(one.tokens for one in sets), params, rates)
     path = longest_path(sets, training)
     # What states may take: the free disk and what is written already, less the answers.
-    room = (free - params.runtime.reserve_bytes - missing) // copies + sum(one.bytes_states for one in sets)
+    room = (free - params.runtime.reserve_bytes - missing) // copies + sum(
+        one.bytes_states for one in sets
+    )
     return {
         "datasets": [{**asdict(one), "tokens": one.tokens} for one in sets],
         "rates": asdict(rates),
-        "hidden_states": {"width_known": width > 0, "hidden_size": width, "dtype": params.hidden_states.dtype,
-                          "numbers_per_token": 4 * width, "bytes_per_token": stored,
-                          "bytes_per_token_of_states": {k: 4 * width * shards.DTYPES[k].itemsize for k in shards.DTYPES}},
-        "total": {"rows": sum(one.rows for one in sets), "prompt_tokens": sum(one.prompt_tokens for one in sets),
-                  "answer_tokens": sum(one.answer_tokens for one in sets), "tokens": sum(one.tokens for one in sets),
-                  "bytes": needed, "bytes_to_write": missing, "copies": copies,
-                  "hours_on_one_machine": sum(sum(one.hours.values()) for one in sets) + training,
-                  "hours_train": training},
-        "disk": {"free": free, "reserved": params.runtime.reserve_bytes,
-                 "enough": missing + params.runtime.reserve_bytes <= free,
-                 "tokens_that_fit": {kind: free // each if each else None for kind, each in token_bytes.items()}},
+        "hidden_states": {
+            "width_known": width > 0,
+            "hidden_size": width,
+            "dtype": params.hidden_states.dtype,
+            "numbers_per_token": 4 * width,
+            "bytes_per_token": stored,
+            "bytes_per_token_of_states": {
+                k: 4 * width * shards.DTYPES[k].itemsize for k in shards.DTYPES
+            },
+        },
+        "total": {
+            "rows": sum(one.rows for one in sets),
+            "prompt_tokens": sum(one.prompt_tokens for one in sets),
+            "answer_tokens": sum(one.answer_tokens for one in sets),
+            "tokens": sum(one.tokens for one in sets),
+            "bytes": needed,
+            "bytes_to_write": missing,
+            "copies": copies,
+            "hours_on_one_machine": sum(sum(one.hours.values()) for one in sets) + training,
+            "hours_train": training,
+        },
+        "disk": {
+            "free": free,
+            "reserved": params.runtime.reserve_bytes,
+            "enough": missing + params.runtime.reserve_bytes <= free,
+            "tokens_that_fit": {
+                kind: free // each if each else None for kind, each in token_bytes.items()
+            },
+        },
         "memory": memory(params, config),
         "longest_path": path,
         "what_if": what_if(sets, params, rates, token_bytes, room) if width else [],
@@ -167,15 +226,24 @@ def make(params: Params, rates: Rates, hidden_size: int | None = None, free: int
 def estimates(params: Params, data: Path, work: Path) -> list[Estimate]:
     """Rows and tokens of every data set; what is known of some stands in for the others."""
     known = {name: found for name in params.datasets if (found := known_tokens(name, data, work))}
-    answered = {kind: [k for name, k in known.items() if k[3] and params.datasets[name].answers == kind]
-                for kind in ("generate", "on_policy")}
+    answered = {
+        kind: [k for name, k in known.items() if k[3] and params.datasets[name].answers == kind]
+        for kind in ("generate", "on_policy")
+    }
     found = []
     for name, dataset in params.datasets.items():
         basis, rows, prompt, answer = known.get(name, ("assumed", 0, 0, 0))
-        limit = (params.generate.sampling.max_new_tokens if dataset.answers == "generate"
-                 else params.on_policy.max_answer_tokens)
+        limit = (
+            params.generate.sampling.max_new_tokens
+            if dataset.answers == "generate"
+            else params.on_policy.max_answer_tokens
+        )
         alike = answered[dataset.answers]
-        per_prompt = prompt / rows if rows else _mean(alike, 2) or min(params.prompts.max_prompt_tokens / 4, 512)
+        per_prompt = (
+            prompt / rows
+            if rows
+            else _mean(alike, 2) or min(params.prompts.max_prompt_tokens / 4, 512)
+        )
         per_answer = answer / rows if answer else _mean(alike, 3) or _assumed_answer(dataset, limit)
         if basis == "measured":
             wanted, answer_tokens, prompt_tokens = rows, answer, prompt
@@ -191,11 +259,26 @@ def estimates(params: Params, data: Path, work: Path) -> list[Estimate]:
                 basis = "like the others"
         room = params.records.max_tokens * max(wanted, 1)
         prompt_tokens = min(prompt_tokens, room)
-        found.append(Estimate(name, dataset.answers, wanted, prompt_tokens, min(answer_tokens, room - prompt_tokens), basis))
-        found[-1].done = [stage for stage, file in (
-            ("prepare", f"prompts/{name}.parquet"), ("generate", f"responses/{name}/raw_responses.jsonl"),
-            ("tokenize", f"records/{name}.parquet"), ("extract", f"hidden_states/{name}/manifest.json"))
-            if (data / file).exists()]
+        found.append(
+            Estimate(
+                name,
+                dataset.answers,
+                wanted,
+                prompt_tokens,
+                min(answer_tokens, room - prompt_tokens),
+                basis,
+            )
+        )
+        found[-1].done = [
+            stage
+            for stage, file in (
+                ("prepare", f"prompts/{name}.parquet"),
+                ("generate", f"responses/{name}/raw_responses.jsonl"),
+                ("tokenize", f"records/{name}.parquet"),
+                ("extract", f"hidden_states/{name}/manifest.json"),
+            )
+            if (data / file).exists()
+        ]
     return found
 
 
@@ -212,11 +295,15 @@ def _mean(known: list[tuple], place: int) -> float:
 
 
 def _cost(one: Estimate, params: Params, rates: Rates, token_bytes: int) -> None:
-    one.bytes_responses = BYTES_PER_PROMPT_TOKEN * one.prompt_tokens + BYTES_PER_ANSWER_TOKEN * one.answer_tokens
+    one.bytes_responses = (
+        BYTES_PER_PROMPT_TOKEN * one.prompt_tokens + BYTES_PER_ANSWER_TOKEN * one.answer_tokens
+    )
     one.bytes_states = token_bytes * one.tokens
     generate = one.answer_tokens / rates.generate / 3600 if one.answers == "generate" else 0.0
-    one.hours = {"generate": 0.0 if "generate" in one.done else generate,
-                 "extract": 0.0 if "extract" in one.done else one.tokens / rates.extract / 3600}
+    one.hours = {
+        "generate": 0.0 if "generate" in one.done else generate,
+        "extract": 0.0 if "extract" in one.done else one.tokens / rates.extract / 3600,
+    }
 
 
 def longest_path(sets: list[Estimate], train_hours: float) -> dict[str, Any]:
@@ -227,31 +314,58 @@ def longest_path(sets: list[Estimate], train_hours: float) -> dict[str, Any]:
     return {"stages": stages, "hours": sum(stages.values())}
 
 
-def what_if(sets: list[Estimate], params: Params, rates: Rates, token_bytes: dict[str, int],
-            room: int) -> list[dict[str, Any]]:
+def what_if(
+    sets: list[Estimate], params: Params, rates: Rates, token_bytes: dict[str, int], room: int
+) -> list[dict[str, Any]]:
     """Bytes and hours under other settings, and whether `room` bytes hold the states."""
     tokens = sum(one.tokens for one in sets)
     halved = sum(one.prompt_tokens // 2 + one.answer_tokens // 2 for one in sets if one.rows > 1)
     dtype, shard = params.hidden_states.dtype, params.hidden_states.shard_bytes
-    cases = [(f"as it is: {dtype}, shards of {size(shard)}", tokens, dtype, shard),
-             ("half of max_samples and token_budget", halved, dtype, shard),
-             *((f"hidden_states.dtype: {kind}", tokens, kind, shard) for kind in ("float8_e4m3fn", "bfloat16") if kind != dtype),
-             *((f"hidden_states.shard_bytes: {other}", tokens, dtype, other) for other in (shard // 4, shard * 4))]
-    return [{"change": change, **_case(count, token_bytes[kind], each, params, rates),
-             "fits": count * token_bytes[kind] <= room} for change, count, kind, each in cases]
+    cases = [
+        (f"as it is: {dtype}, shards of {size(shard)}", tokens, dtype, shard),
+        ("half of max_samples and token_budget", halved, dtype, shard),
+        *(
+            (f"hidden_states.dtype: {kind}", tokens, kind, shard)
+            for kind in ("float8_e4m3fn", "bfloat16")
+            if kind != dtype
+        ),
+        *(
+            (f"hidden_states.shard_bytes: {other}", tokens, dtype, other)
+            for other in (shard // 4, shard * 4)
+        ),
+    ]
+    return [
+        {
+            "change": change,
+            **_case(count, token_bytes[kind], each, params, rates),
+            "fits": count * token_bytes[kind] <= room,
+        }
+        for change, count, kind, each in cases
+    ]
 
 
-def _case(tokens: int, token_bytes: int, shard_bytes: int, params: Params, rates: Rates) -> dict[str, Any]:
+def _case(
+    tokens: int, token_bytes: int, shard_bytes: int, params: Params, rates: Rates
+) -> dict[str, Any]:
     """`seconds_lost`: work that a kill costs at most, one shard's."""
-    return {"tokens": tokens, "bytes_states": tokens * token_bytes,
-            "shards": max(1, -(-tokens * token_bytes // shard_bytes)),
-            "seconds_lost": min(shard_bytes / token_bytes, tokens) / rates.extract,
-            "hours_train": train_hours(tokens, params, rates)}
+    return {
+        "tokens": tokens,
+        "bytes_states": tokens * token_bytes,
+        "shards": max(1, -(-tokens * token_bytes // shard_bytes)),
+        "seconds_lost": min(shard_bytes / token_bytes, tokens) / rates.extract,
+        "hours_train": train_hours(tokens, params, rates),
+    }
 
 
 def train_hours(tokens: int, params: Params, rates: Rates) -> float:
-    hours = tokens * (1 - params.records.validation_share) * params.train.epochs / rates.train / 3600
-    longest = (params.train.max_updates or float("inf")) * params.train.batch_tokens * params.train.micro_batches
+    hours = (
+        tokens * (1 - params.records.validation_share) * params.train.epochs / rates.train / 3600
+    )
+    longest = (
+        (params.train.max_updates or float("inf"))
+        * params.train.batch_tokens
+        * params.train.micro_batches
+    )
     return min(hours, longest / rates.train / 3600)
 
 
@@ -270,10 +384,21 @@ def memory(params: Params, config: dict[str, Any]) -> dict[str, Any]:
     needed = None
     if config:
         captured = layers.captured_layers(config["num_hidden_layers"], params.hidden_states.layers)
-        convention = layers.convention_of((config.get("architectures") or [""])[0], params.hidden_states.convention)
-        shape = drafter_config(config, params.train.architecture.model_dump(), params.vocab.size,
-                               layers.config_ids(captured, convention), "bfloat16")
-        weights = sum(_product(s) for name, s in export.expected_shapes(shape).items() if name.endswith("weight"))
+        convention = layers.convention_of(
+            (config.get("architectures") or [""])[0], params.hidden_states.convention
+        )
+        shape = drafter_config(
+            config,
+            params.train.architecture.model_dump(),
+            params.vocab.size,
+            layers.config_ids(captured, convention),
+            "bfloat16",
+        )
+        weights = sum(
+            _product(s)
+            for name, s in export.expected_shapes(shape).items()
+            if name.endswith("weight")
+        )
         needed = OPTIMIZER_BYTES * weights + 2 * 4 * config["vocab_size"] * config["hidden_size"]
     return {"needed_by_train": needed, "available": available_memory(), "gpu": gpu_memory()}
 
@@ -287,7 +412,9 @@ def _product(shape: tuple[int, ...]) -> int:
 
 def available_memory() -> int:
     """MemAvailable of this machine, in bytes."""
-    for line in Path("/proc/meminfo").read_text().splitlines() if os.path.exists("/proc/meminfo") else []:
+    for line in (
+        Path("/proc/meminfo").read_text().splitlines() if os.path.exists("/proc/meminfo") else []
+    ):
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return 0
@@ -297,7 +424,11 @@ def gpu_memory() -> int:
     """Bytes of all GPUs together; 0 without one."""
     import torch
 
-    return sum(torch.cuda.mem_get_info(i)[1] for i in range(torch.cuda.device_count())) if torch.cuda.is_available() else 0
+    return (
+        sum(torch.cuda.mem_get_info(i)[1] for i in range(torch.cuda.device_count()))
+        if torch.cuda.is_available()
+        else 0
+    )
 
 
 def size(count: float) -> str:

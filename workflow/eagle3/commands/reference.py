@@ -41,8 +41,11 @@ def page() -> str:
 def table(model: type[BaseModel], prefix: str) -> str:
     """Markdown table of a section's keys, those of nested sections included."""
     rows = ["| key | type | default | limits | meaning |", "|---|---|---|---|---|"]
-    rows += [f"| `{key}` | {kind_of(field.annotation)} | {default_of(field)} | {limits_of(field)} | "
-             f"{cell(field.description or '')} |" for key, field in keys(model, prefix)]
+    rows += [
+        f"| `{key}` | {kind_of(field.annotation)} | {default_of(field)} | {limits_of(field)} | "
+        f"{cell(field.description or '')} |"
+        for key, field in keys(model, prefix)
+    ]
     return "\n".join(rows) + "\n"
 
 
@@ -51,7 +54,13 @@ def keys(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]
     for name, field in model.model_fields.items():
         nested = section_model(field.annotation)
         if nested is not None:
-            item = ".NAME" if is_mapping(field.annotation) else "[]" if get_origin(field.annotation) is list else ""
+            item = (
+                ".NAME"
+                if is_mapping(field.annotation)
+                else "[]"
+                if get_origin(field.annotation) is list
+                else ""
+            )
             yield from keys(nested, f"{prefix}.{name}{item}")
         else:
             yield f"{prefix}.{name}", field
@@ -104,7 +113,14 @@ def default_of(field: FieldInfo) -> str:
 
 def limits_of(field: FieldInfo) -> str:
     """Bounds, pattern and length, of the value or of the items of a list."""
-    return cell(", ".join([*bounds(field.metadata), *(f"each {bound}" for bound in inner_bounds(field.annotation))]))
+    return cell(
+        ", ".join(
+            [
+                *bounds(field.metadata),
+                *(f"each {bound}" for bound in inner_bounds(field.annotation)),
+            ]
+        )
+    )
 
 
 def inner_bounds(annotation: Any) -> Iterator[str]:

@@ -21,7 +21,11 @@ def cached_files(stage: str, out: str) -> dict[str, Path]:
                 for member in json.loads(listing.read_text()) if listing.exists() else []:
                     if (file := cache_object(cache, member["md5"])).exists():
                         found[member["relpath"]] = file
-    here = {str(p.relative_to(out)): p for p in Path(out).rglob("*") if p.is_file()} if Path(out).is_dir() else {}
+    here = (
+        {str(p.relative_to(out)): p for p in Path(out).rglob("*") if p.is_file()}
+        if Path(out).is_dir()
+        else {}
+    )
     return {**found, **here}
 
 

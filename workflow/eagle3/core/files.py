@@ -112,7 +112,9 @@ def read_json(path: str | Path) -> Any:
     except FileNotFoundError:
         raise Refusal(f"{path} is missing") from None
     except ValueError as error:
-        raise Refusal(f"{path} is not valid JSON ({error}); delete it and run the build again") from None
+        raise Refusal(
+            f"{path} is not valid JSON ({error}); delete it and run the build again"
+        ) from None
 
 
 def read_jsonl(path: str | Path) -> Iterator[dict]:

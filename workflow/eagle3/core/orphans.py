@@ -15,8 +15,17 @@ def remove(folders: Iterable[str | Path], datasets: Iterable[str]) -> list[Path]
     """Clears those of `folders` that hold an entry per data set; returns what it removed. Call it before looking at
     what is in them."""
     names = set(datasets)
-    entries = [entry for folder in map(Path, folders) if folder.name in FOLDERS and folder.is_dir() for entry in folder.iterdir()]
-    removed = [entry for entry in entries if not entry.name.startswith(".") and entry.name.removesuffix(".parquet") not in names]
+    entries = [
+        entry
+        for folder in map(Path, folders)
+        if folder.name in FOLDERS and folder.is_dir()
+        for entry in folder.iterdir()
+    ]
+    removed = [
+        entry
+        for entry in entries
+        if not entry.name.startswith(".") and entry.name.removesuffix(".parquet") not in names
+    ]
     for entry in removed:
         shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
     return sorted(removed)

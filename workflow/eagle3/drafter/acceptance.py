@@ -19,8 +19,12 @@ def summarize(hits: Tensor, draft_steps: int | None = None) -> dict:
         marginal.append(_share(right, valid))
         conditional.append(_share(right & alive, valid & alive))
         alive = alive & right
-    return {"accuracy": marginal, "conditional": conditional, "supervised": int((hits[:, 0] >= 0).sum()),
-            "accept_length": accept_length(conditional[: draft_steps or steps])}
+    return {
+        "accuracy": marginal,
+        "conditional": conditional,
+        "supervised": int((hits[:, 0] >= 0).sum()),
+        "accept_length": accept_length(conditional[: draft_steps or steps]),
+    }
 
 
 def accept_length(conditional: list[float]) -> float:

@@ -33,9 +33,14 @@ class PackedAttention:
         k, v = (x[a:b].transpose(0, 1).unsqueeze(1) for x in self.first)  # [kv, 1, L, d]
         hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
         scores = (q @ k.transpose(-1, -2)).masked_fill(hidden, float("-inf"))  # [kv, group, L, L]
-        later = [(x[a:b].transpose(0, 1).unsqueeze(1), y[a:b].transpose(0, 1).unsqueeze(1)) for x, y in self.later]
+        later = [
+            (x[a:b].transpose(0, 1).unsqueeze(1), y[a:b].transpose(0, 1).unsqueeze(1))
+            for x, y in self.later
+        ]
         diagonals = [(q * x).sum(-1, keepdim=True) for x, _ in later]  # [kv, group, L, 1] each
-        weights = torch.cat([scores, *diagonals], dim=-1).softmax(-1, dtype=torch.float32).to(v.dtype)
+        weights = (
+            torch.cat([scores, *diagonals], dim=-1).softmax(-1, dtype=torch.float32).to(v.dtype)
+        )
         out = weights[..., :length] @ v
         for place, (_, y) in enumerate(later):
             out = out + weights[..., length + place, None] * y

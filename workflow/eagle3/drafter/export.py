@@ -22,15 +22,32 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
 def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that a drafter of this configuration has; no others may be there."""
-    size, inner, draft = config["hidden_size"], config["intermediate_size"], config["draft_vocab_size"]
+    size, inner, draft = (
+        config["hidden_size"],
+        config["intermediate_size"],
+        config["draft_vocab_size"],
+    )
     q, kv = (config[k] * config["head_dim"] for k in ("num_attention_heads", "num_key_value_heads"))
     layer = {
-        "input_layernorm": (size,), "hidden_norm": (size,), "post_attention_layernorm": (size,),
-        "self_attn.q_proj": (q, 2 * size), "self_attn.k_proj": (kv, 2 * size), "self_attn.v_proj": (kv, 2 * size),
-        "self_attn.o_proj": (size, q), "mlp.gate_proj": (inner, size), "mlp.up_proj": (inner, size),
-        "mlp.down_proj": (size, inner)}
-    return {"fc.weight": (size, 3 * size), **{f"midlayer.{name}.weight": shape for name, shape in layer.items()},
-            "norm.weight": (size,), "lm_head.weight": (draft, size), "d2t": (draft,), "t2d": (config["vocab_size"],)}
+        "input_layernorm": (size,),
+        "hidden_norm": (size,),
+        "post_attention_layernorm": (size,),
+        "self_attn.q_proj": (q, 2 * size),
+        "self_attn.k_proj": (kv, 2 * size),
+        "self_attn.v_proj": (kv, 2 * size),
+        "self_attn.o_proj": (size, q),
+        "mlp.gate_proj": (inner, size),
+        "mlp.up_proj": (inner, size),
+        "mlp.down_proj": (size, inner),
+    }
+    return {
+        "fc.weight": (size, 3 * size),
+        **{f"midlayer.{name}.weight": shape for name, shape in layer.items()},
+        "norm.weight": (size,),
+        "lm_head.weight": (draft, size),
+        "d2t": (draft,),
+        "t2d": (config["vocab_size"],),
+    }
 
 
 def refuse_unless_complete(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
@@ -38,10 +55,16 @@ def refuse_unless_complete(tensors: dict[str, torch.Tensor], config: dict[str, A
     expected = expected_shapes(config)
     wrong = [f"{name} is missing" for name in expected.keys() - tensors.keys()]
     wrong += [f"{name} is unknown" for name in tensors.keys() - expected.keys()]
-    wrong += [f"{name} is {tuple(tensors[name].shape)} instead of {shape}" for name, shape in expected.items()
-              if name in tensors and tuple(tensors[name].shape) != shape]
-    wrong += [f"{name} has values that are not finite" for name, t in tensors.items()
-              if t.is_floating_point() and not torch.isfinite(t).all()]
+    wrong += [
+        f"{name} is {tuple(tensors[name].shape)} instead of {shape}"
+        for name, shape in expected.items()
+        if name in tensors and tuple(tensors[name].shape) != shape
+    ]
+    wrong += [
+        f"{name} has values that are not finite"
+        for name, t in tensors.items()
+        if t.is_floating_point() and not torch.isfinite(t).all()
+    ]
     if wrong:
         raise Refusal(f"the drafter would not load as it was trained: {'; '.join(sorted(wrong))}")
     refuse_unless_consistent(tensors["d2t"], tensors["t2d"])
@@ -51,7 +74,10 @@ def write(folder: str | Path, state: dict[str, torch.Tensor], config: dict[str, 
     """Writes both files in the configuration's dtype and compares a copy of them, read anew, with `state`."""
     folder = Path(folder)
     dtype = getattr(torch, config["torch_dtype"])
-    tensors = {name: (t.to(dtype) if t.is_floating_point() else t).cpu().contiguous() for name, t in state.items()}
+    tensors = {
+        name: (t.to(dtype) if t.is_floating_point() else t).cpu().contiguous()
+        for name, t in state.items()
+    }
     refuse_unless_complete(tensors, config)
     write_json(folder / CONFIG, config)
     with replacing(folder / WEIGHTS) as temporary:
@@ -62,7 +88,9 @@ def write(folder: str | Path, state: dict[str, torch.Tensor], config: dict[str, 
         loaded, _ = read(copy)
     for name, tensor in tensors.items():
         if not torch.equal(loaded[name], tensor):
-            raise Refusal(f"{folder / WEIGHTS}: {name} reads back differently; the disk may be failing")
+            raise Refusal(
+                f"{folder / WEIGHTS}: {name} reads back differently; the disk may be failing"
+            )
 
 
 def read(folder: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -77,5 +105,7 @@ def load_drafter(folder: str | Path, embedding: torch.Tensor) -> Drafter:
     """The drafter of a folder, with the target's `embedding` [V, H], in fp32."""
     tensors, config = read(folder)
     drafter = Drafter(config, embedding, tensors["d2t"], tensors["t2d"])
-    drafter.load_state_dict({name: t.float() if t.is_floating_point() else t for name, t in tensors.items()})
+    drafter.load_state_dict(
+        {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
+    )
     return drafter.eval()

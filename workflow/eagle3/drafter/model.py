@@ -15,14 +15,35 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotat
 
 from eagle3.core.errors import Refusal
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [T, heads, d], k and v [T, kv_heads, d] -> [T, heads, d]
-OWN = {"model_type": "llama", "num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle3"],
-       "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False}
-COPIED = ("hidden_size", "vocab_size", "rms_norm_eps", "hidden_act", "max_position_embeddings", "bos_token_id", "eos_token_id")
+Attend = Callable[
+    [Tensor, Tensor, Tensor], Tensor
+]  # q [T, heads, d], k and v [T, kv_heads, d] -> [T, heads, d]
+OWN = {
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+COPIED = (
+    "hidden_size",
+    "vocab_size",
+    "rms_norm_eps",
+    "hidden_act",
+    "max_position_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+)
 
 
-def drafter_config(target: dict[str, Any], architecture: dict[str, int | None], draft_vocab_size: int,
-                   layer_ids: list[int], dtype: str) -> dict[str, Any]:
+def drafter_config(
+    target: dict[str, Any],
+    architecture: dict[str, int | None],
+    draft_vocab_size: int,
+    layer_ids: list[int],
+    dtype: str,
+) -> dict[str, Any]:
     """config.json of a drafter for a target's text configuration.
 
     RoPE, context length and norms are the target's: a drafter with another RoPE base loads and drafts badly. RoPE is
@@ -36,16 +57,24 @@ def drafter_config(target: dict[str, Any], architecture: dict[str, int | None], 
     rope = rope_parameters(target)
     scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
     return {
-        **OWN, **{key: target[key] for key in COPIED if key in target},
+        **OWN,
+        **{key: target[key] for key in COPIED if key in target},
         "intermediate_size": architecture.get("intermediate_size") or target["intermediate_size"],
         "num_attention_heads": heads,
-        "num_key_value_heads": architecture.get("num_key_value_heads") or min(target.get("num_key_value_heads", heads), heads),
-        "head_dim": architecture.get("head_dim") or target.get("head_dim") or target["hidden_size"] // heads,
+        "num_key_value_heads": architecture.get("num_key_value_heads")
+        or min(target.get("num_key_value_heads", heads), heads),
+        "head_dim": architecture.get("head_dim")
+        or target.get("head_dim")
+        or target["hidden_size"] // heads,
         "draft_vocab_size": draft_vocab_size,
-        "rope_parameters": rope, "rope_theta": rope["rope_theta"],
+        "rope_parameters": rope,
+        "rope_theta": rope["rope_theta"],
         "rope_scaling": None if rope["rope_type"] == "default" else scaling,
         "torch_dtype": dtype,
-        "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": layer_ids},
+        "eagle_config": {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": layer_ids,
+        },
     }
 
 
@@ -55,13 +84,17 @@ def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
     found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = found.get("rope_theta", config.get("rope_theta"))
     if theta is None:
-        raise Refusal("the target's config.json has no rope_theta, neither at the top nor in rope_parameters")
+        raise Refusal(
+            "the target's config.json has no rope_theta, neither at the top nor in rope_parameters"
+        )
     found["rope_theta"] = theta
     found["rope_type"] = found.pop("type", None) or found.get("rope_type", "default")
     partial = found.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0
     if partial != 1.0:
-        raise Refusal(f"the target turns {partial:.0%} of each head (partial_rotary_factor), a Llama drafter all of it; such "
-                      "targets are not supported")
+        raise Refusal(
+            f"the target turns {partial:.0%} of each head (partial_rotary_factor), a Llama drafter all of it; such "
+            "targets are not supported"
+        )
     return found
 
 
@@ -123,8 +156,12 @@ class Midlayer(nn.Module):
         self.post_attention_layernorm = Norm(size, eps)
         self.self_attn, self.mlp = Attention(config), Mlp(config)
 
-    def forward(self, embeds: Tensor, state: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        x = torch.cat([self.input_layernorm(embeds), self.hidden_norm(state)], dim=-1)  # [T, 2H], embedding first
+    def forward(
+        self, embeds: Tensor, state: Tensor, rope: tuple[Tensor, Tensor], attend: Attend
+    ) -> Tensor:
+        x = torch.cat(
+            [self.input_layernorm(embeds), self.hidden_norm(state)], dim=-1
+        )  # [T, 2H], embedding first
         x = state + self.self_attn(x, rope, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -143,11 +180,19 @@ class Drafter(nn.Module):
         self.register_buffer("d2t", d2t)
         self.register_buffer("t2d", t2d)
         self.register_buffer("embedding", embedding, persistent=False)
-        self.register_buffer("draft_ids", d2t + torch.arange(len(d2t)), persistent=False)  # [D] target ids
+        self.register_buffer(
+            "draft_ids", d2t + torch.arange(len(d2t)), persistent=False
+        )  # [D] target ids
         width = config["head_dim"]
-        self.rotary = LlamaRotaryEmbedding(transformers.LlamaConfig(
-            rope_parameters=config["rope_parameters"], max_position_embeddings=config["max_position_embeddings"],
-            head_dim=width, hidden_size=width, num_attention_heads=1))
+        self.rotary = LlamaRotaryEmbedding(
+            transformers.LlamaConfig(
+                rope_parameters=config["rope_parameters"],
+                max_position_embeddings=config["max_position_embeddings"],
+                head_dim=width,
+                hidden_size=width,
+                num_attention_heads=1,
+            )
+        )
 
     def initialise(self, head: Tensor, seed: int) -> "Drafter":
         """Random weights of width 0.02, from `seed` alone; the head starts as the target's rows of the draft ids
@@ -171,7 +216,9 @@ class Drafter(nn.Module):
 
     def step(self, tokens: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """The next state [T, H], before the norm: it feeds back as the following step's `state`."""
-        return self.midlayer(functional.embedding(tokens, self.embedding), state, self.rope(positions), attend)
+        return self.midlayer(
+            functional.embedding(tokens, self.embedding), state, self.rope(positions), attend
+        )
 
     def logits(self, state: Tensor) -> Tensor:
         """[T, D] over the draft vocabulary."""

@@ -29,7 +29,10 @@ class Batch:
     names: list[str]
 
     def to(self, device) -> "Batch":
-        moved = {k: getattr(self, k).to(device, non_blocking=True) for k in ("ids", "mask", "aux", "last", "relative")}
+        moved = {
+            k: getattr(self, k).to(device, non_blocking=True)
+            for k in ("ids", "mask", "aux", "last", "relative")
+        }
         return Batch(**moved, offsets=self.offsets, names=self.names)
 
 
@@ -38,9 +41,14 @@ def collate(rows: list[dict]) -> Batch:
     lengths = [len(row["input_ids"]) for row in rows]
     offsets = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     return Batch(
-        ids=torch.cat([row["input_ids"] for row in rows]).long(), mask=torch.cat([row["loss_mask"] for row in rows]),
-        aux=torch.cat([row["aux"] for row in rows]), last=torch.cat([row["last"] for row in rows]), offsets=offsets,
-        relative=torch.cat([torch.arange(n) for n in lengths]), names=[row["id"] for row in rows])
+        ids=torch.cat([row["input_ids"] for row in rows]).long(),
+        mask=torch.cat([row["loss_mask"] for row in rows]),
+        aux=torch.cat([row["aux"] for row in rows]),
+        last=torch.cat([row["last"] for row in rows]),
+        offsets=offsets,
+        relative=torch.cat([torch.arange(n) for n in lengths]),
+        names=[row["id"] for row in rows],
+    )
 
 
 def supervised_targets(batch: Batch) -> Tensor:
@@ -80,7 +88,9 @@ def teacher(batch: Batch, targets: Tensor, head: Tensor) -> Tensor:
     return batch.last[targets - 1].to(head.dtype) @ head.T
 
 
-def loss(drafter: Drafter, batch: Batch, head: Tensor, steps: int, decay: float) -> tuple[Tensor, dict[str, list[float]]]:
+def loss(
+    drafter: Drafter, batch: Batch, head: Tensor, steps: int, decay: float
+) -> tuple[Tensor, dict[str, list[float]]]:
     """(loss, per-step figures). Soft cross-entropy to the target's distribution over the draft vocabulary, a mean over
     the supervised tokens of each step, weighted by decay**k.
 
@@ -91,10 +101,15 @@ def loss(drafter: Drafter, batch: Batch, head: Tensor, steps: int, decay: float)
     weights = decay ** torch.arange(steps, device=counts.device)
     total, shares, right = scaled_loss(drafter, batch, head, weights / counts.clamp(min=1))
     seen = (counts > 0).nonzero().flatten()
-    return total, {"loss": (shares / weights)[seen].tolist(), "accuracy": (right / counts)[seen].tolist()}
+    return total, {
+        "loss": (shares / weights)[seen].tolist(),
+        "accuracy": (right / counts)[seen].tolist(),
+    }
 
 
-def scaled_loss(drafter: Drafter, batch: Batch, head: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def scaled_loss(
+    drafter: Drafter, batch: Batch, head: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, its share per step [K], hits per step [K]): sums over supervised tokens, one of step k weighing scale[k]."""
     targets = supervised_targets(batch)
     logits = teacher(batch, targets, head).float()  # [n, D]
@@ -108,7 +123,10 @@ def scaled_loss(drafter: Drafter, batch: Batch, head: Tensor, scale: Tensor) -> 
         probabilities = logits[reachable].softmax(-1)
         part = -(probabilities * drafted.log_softmax(-1)).sum() * scale[step]
         total = total + part
-        shares[step], right[step] = part.detach(), (drafted.argmax(-1) == logits[reachable].argmax(-1)).sum()
+        shares[step], right[step] = (
+            part.detach(),
+            (drafted.argmax(-1) == logits[reachable].argmax(-1)).sum(),
+        )
     return total, shares, right
 
 

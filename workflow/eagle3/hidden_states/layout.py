@@ -20,7 +20,9 @@ KINDS = {"bfloat16": ("BF16", 2), "float32": ("F32", 4), "float8_e4m3fn": ("F8_E
 NAMES = {kind: name for name, (kind, _) in KINDS.items()}
 STATES = ("aux", "last", "aux_scales", "last_scales")
 BLOCK = 64
-PIECE = 1 << 19  # bytes in one write; 27 MiB at once took ten times the kernel's time (ext4, Linux 6.18)
+PIECE = (
+    1 << 19
+)  # bytes in one write; 27 MiB at once took ten times the kernel's time (ext4, Linux 6.18)
 
 
 def block_of(hidden_size: int) -> int:
@@ -62,18 +64,28 @@ class Layout:
         self.starts = [0]
         for length in lengths:
             self.starts.append(self.starts[-1] + length)
-        sizes = [("offsets", "I64", (len(lengths) + 1,), 8), ("input_ids", "I32", (total,), 4),
-                 ("aux", kind, (total, 3 * hidden_size), width), ("last", kind, (total, hidden_size), width)]
+        sizes = [
+            ("offsets", "I64", (len(lengths) + 1,), 8),
+            ("input_ids", "I32", (total,), 4),
+            ("aux", kind, (total, 3 * hidden_size), width),
+            ("last", kind, (total, hidden_size), width),
+        ]
         if dtype == "float8_e4m3fn":
-            sizes += [("aux_scales", "U8", (total, 3 * hidden_size // block), 1),
-                      ("last_scales", "U8", (total, hidden_size // block), 1)]
+            sizes += [
+                ("aux_scales", "U8", (total, 3 * hidden_size // block), 1),
+                ("last_scales", "U8", (total, hidden_size // block), 1),
+            ]
         sizes.append(("loss_mask", "BOOL", (total,), 1))
         place, entries = 0, {"__metadata__": {"format": "pt"}}
         for name, kind, shape, width in sizes:
             count = width
             for n in shape:
                 count *= n
-            entries[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [place, place + count]}
+            entries[name] = {
+                "dtype": kind,
+                "shape": list(shape),
+                "data_offsets": [place, place + count],
+            }
             place += count
         text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * ((56 - len(text)) % 64)  # the data begins at a multiple of 64
@@ -82,8 +94,12 @@ class Layout:
     def _fill(self, header: bytes, entries: dict) -> None:
         self.header = header
         self.regions = {
-            name: Region(e["dtype"], tuple(e["shape"]), *(len(header) + place for place in e["data_offsets"]))
-            for name, e in entries.items() if name != "__metadata__"}
+            name: Region(
+                e["dtype"], tuple(e["shape"]), *(len(header) + place for place in e["data_offsets"])
+            )
+            for name, e in entries.items()
+            if name != "__metadata__"
+        }
         self.size = max(region.end for region in self.regions.values())
 
     @classmethod
@@ -100,8 +116,17 @@ class Layout:
                 layout._fill(prefix + text, json.loads(text))
                 offsets = layout.regions["offsets"]
                 file.seek(offsets.begin)
-                layout.starts = list(struct.unpack(f"<{offsets.shape[0]}q", file.read(offsets.end - offsets.begin)))
-            except (KeyError, TypeError, IndexError, AttributeError, OverflowError, struct.error) as error:
+                layout.starts = list(
+                    struct.unpack(f"<{offsets.shape[0]}q", file.read(offsets.end - offsets.begin))
+                )
+            except (
+                KeyError,
+                TypeError,
+                IndexError,
+                AttributeError,
+                OverflowError,
+                struct.error,
+            ) as error:
                 raise ValueError(f"{path} has a broken header: {error}") from None
         return layout
 
@@ -120,7 +145,9 @@ class Layout:
         return region.begin + (self.starts[row] + token) * region.row_bytes
 
 
-def write_tokens(path: str, layout: Layout, row: int, token: int, stored: dict[str, torch.Tensor], span: slice) -> None:
+def write_tokens(
+    path: str, layout: Layout, row: int, token: int, stored: dict[str, torch.Tensor], span: slice
+) -> None:
     """Writes the tokens `span` of `stored` (on the CPU) as the tokens of `row` from `token` on, and into the rows behind it
     where there are more of them.
 

@@ -31,9 +31,18 @@ from eagle3.records.records import Record
 
 MANIFEST = "manifest.json"
 QUARANTINED = "quarantined"
-TYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8,
-         "I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool}
-DTYPES = {name: TYPES[kind] for name, (kind, _) in KINDS.items()}  # storage types by their name in params.yaml
+TYPES = {
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "U8": torch.uint8,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "BOOL": torch.bool,
+}
+DTYPES = {
+    name: TYPES[kind] for name, (kind, _) in KINDS.items()
+}  # storage types by their name in params.yaml
 NO_SPACE = (27, 28, 122)  # file too large, no space left, over quota
 
 
@@ -54,7 +63,9 @@ def plan(records: Iterable[Record], shard_bytes: int, token_bytes: int) -> Itera
 
 def shard_key(group: list[Record], identity: dict[str, Any]) -> str:
     """What a shard's bytes depend on. A shard with an unchanged key is used again."""
-    return digest_of([identity, [[r.id, r.input_ids, [int(m) for m in r.loss_mask], r.split] for r in group]])
+    return digest_of(
+        [identity, [[r.id, r.input_ids, [int(m) for m in r.loss_mask], r.split] for r in group]]
+    )
 
 
 class ShardWriter:
@@ -63,7 +74,9 @@ class ShardWriter:
     Raises Refusal at once when the disk cannot hold the shard; what is finished stays.
     """
 
-    def __init__(self, folder: str | Path, key: str, group: list[Record], hidden_size: int, dtype: str):
+    def __init__(
+        self, folder: str | Path, key: str, group: list[Record], hidden_size: int, dtype: str
+    ):
         self.path, self.key, self.records = Path(folder) / f"{key}.part", key, group
         self.layout = Layout([len(r.input_ids) for r in group], hidden_size, dtype)
         self.problems: dict[int, str] = {}
@@ -79,13 +92,17 @@ class ShardWriter:
                 if error.errno not in NO_SPACE:
                     raise
                 free = shutil.disk_usage(folder).free
-                raise Refusal(f"{self.path} needs {self.layout.size / 2**20:,.1f} MiB and {free / 2**20:,.1f} MiB are free "
-                              f"({os.strerror(error.errno)}); finished shards are kept: make room and run the same "
-                              "command again") from error
+                raise Refusal(
+                    f"{self.path} needs {self.layout.size / 2**20:,.1f} MiB and {free / 2**20:,.1f} MiB are free "
+                    f"({os.strerror(error.errno)}); finished shards are kept: make room and run the same "
+                    "command again"
+                ) from error
             file.write(self.layout.header)
-            for name, values in {"offsets": [array.array("q", self.layout.starts)],
-                                 "input_ids": (array.array("i", r.input_ids) for r in group),
-                                 "loss_mask": (bytes(r.loss_mask) for r in group)}.items():
+            for name, values in {
+                "offsets": [array.array("q", self.layout.starts)],
+                "input_ids": (array.array("i", r.input_ids) for r in group),
+                "loss_mask": (bytes(r.loss_mask) for r in group),
+            }.items():
                 file.seek(self.layout.regions[name].begin)
                 file.writelines(values)
         self._file = open(self.path, "r+b")
@@ -110,7 +127,12 @@ class ShardWriter:
             for name in self.layout.states:
                 place = self.layout.place(name, row)
                 # What Linux does on this advice with pages that are not on the disk: it begins to write them.
-                os.posix_fadvise(self._file.fileno(), place, self.layout.place(name, row + 1) - place, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(
+                    self._file.fileno(),
+                    place,
+                    self.layout.place(name, row + 1) - place,
+                    os.POSIX_FADV_DONTNEED,
+                )
         return complete
 
     def missing(self, row: int) -> str:
@@ -119,7 +141,8 @@ class ShardWriter:
         if covered == [(0, length)]:
             return ""
         return f"{sum(end - start for start, end in covered)} of {length} tokens have states" + (
-            f", the first from token {covered[0][0]} on" if covered else "")
+            f", the first from token {covered[0][0]} on" if covered else ""
+        )
 
     def finish(self) -> dict[str, Any]:
         """Puts the file in place, on the disk, and returns its manifest entry. Rows with problems are quarantined."""
@@ -133,12 +156,26 @@ class ShardWriter:
             os.fsync(self._file.fileno())
         final = self.path.with_suffix(".safetensors")
         os.replace(self.path, final)
-        splits = [QUARANTINED if row in self.problems else r.split for row, r in enumerate(self.records)]
-        tokens = sum(len(r.input_ids) for r, split in zip(self.records, splits) if split != QUARANTINED)
-        return {"file": final.name, "rows": len(splits) - len(self.problems), "tokens": tokens, "bytes": self.layout.size,
-                "digest": digest, "ids": [r.id for r in self.records], "splits": splits,
-                "lengths": [len(r.input_ids) for r in self.records],
-                QUARANTINED: [{"id": self.records[row].id, "reason": self.problems[row]} for row in sorted(self.problems)]}
+        splits = [
+            QUARANTINED if row in self.problems else r.split for row, r in enumerate(self.records)
+        ]
+        tokens = sum(
+            len(r.input_ids) for r, split in zip(self.records, splits) if split != QUARANTINED
+        )
+        return {
+            "file": final.name,
+            "rows": len(splits) - len(self.problems),
+            "tokens": tokens,
+            "bytes": self.layout.size,
+            "digest": digest,
+            "ids": [r.id for r in self.records],
+            "splits": splits,
+            "lengths": [len(r.input_ids) for r in self.records],
+            QUARANTINED: [
+                {"id": self.records[row].id, "reason": self.problems[row]}
+                for row in sorted(self.problems)
+            ],
+        }
 
     def read(self, row: int) -> dict[str, torch.Tensor]:
         """A row as the reader will see it, in memory of its own."""
@@ -153,7 +190,13 @@ class ShardWriter:
 
 def bad_of(bad: torch.Tensor) -> str:
     """Words for `bad` [n, 4]: which captured layers have NaN or inf, and from which token on."""
-    parts = [name for name, one in zip(("first layer", "second layer", "third layer", "last"), bad.any(0).tolist()) if one]
+    parts = [
+        name
+        for name, one in zip(
+            ("first layer", "second layer", "third layer", "last"), bad.any(0).tolist()
+        )
+        if one
+    ]
     return f"NaN or inf in {', '.join(parts)} from token {int(bad.any(1).nonzero()[0])} on"
 
 
@@ -172,7 +215,7 @@ def _row_digest(mapped: mmap.mmap, layout: Layout, row: int) -> bytes:
     digest = xxhash.xxh3_64()
     with memoryview(mapped) as view:
         for name in layout.states:
-            with view[layout.place(name, row):layout.place(name, row + 1)] as part:
+            with view[layout.place(name, row) : layout.place(name, row + 1)] as part:
                 digest.update(part)
     return digest.digest()
 
@@ -197,24 +240,40 @@ def _row(mapped: mmap.mmap, layout: Layout, row: int) -> dict[str, torch.Tensor]
         if name != "offsets":
             length = layout.starts[row + 1] - layout.starts[row]
             shape = (length, *region.shape[1:])
-            found[name] = torch.frombuffer(mapped, dtype=TYPES[region.kind], count=length * (region.row_bytes
-                                           // TYPES[region.kind].itemsize), offset=layout.place(name, row)).view(shape)
+            found[name] = torch.frombuffer(
+                mapped,
+                dtype=TYPES[region.kind],
+                count=length * (region.row_bytes // TYPES[region.kind].itemsize),
+                offset=layout.place(name, row),
+            ).view(shape)
     for name in ("aux", "last"):
         if (scales := found.pop(f"{name}_scales", None)) is not None:
             found[name] = fp8.dequantise(found[name], scales)
     return found
 
 
-def write_manifest(folder: str | Path, identity: dict[str, Any], shards: list[dict], **more: Any) -> None:
-    write_json(Path(folder) / MANIFEST, {**identity, **more, "tokens": sum(s["tokens"] for s in shards),
-                                         "rows": sum(s["rows"] for s in shards), "shards": shards})
+def write_manifest(
+    folder: str | Path, identity: dict[str, Any], shards: list[dict], **more: Any
+) -> None:
+    write_json(
+        Path(folder) / MANIFEST,
+        {
+            **identity,
+            **more,
+            "tokens": sum(s["tokens"] for s in shards),
+            "rows": sum(s["rows"] for s in shards),
+            "shards": shards,
+        },
+    )
 
 
 def read_manifest(folder: str | Path) -> dict[str, Any]:
     """Raises Refusal when the folder is unfinished."""
     path = Path(folder) / MANIFEST
     if not path.exists():
-        raise Refusal(f"{folder} has no {MANIFEST}, so its shards are unfinished; `snakemake --cores all {path}`")
+        raise Refusal(
+            f"{folder} has no {MANIFEST}, so its shards are unfinished; `snakemake --cores all {path}`"
+        )
     return read_json(path)
 
 
@@ -234,7 +293,11 @@ def damaged(folder: str | Path, entry: dict[str, Any]) -> str:
         return f"unreadable header ({error})"
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         mapped.madvise(mmap.MADV_SEQUENTIAL)
-        found = _combined(mapped, layout, [_row_digest(mapped, layout, row) for row in range(len(layout.starts) - 1)])
+        found = _combined(
+            mapped,
+            layout,
+            [_row_digest(mapped, layout, row) for row in range(len(layout.starts) - 1)],
+        )
     return "" if found == entry["digest"] else f"digest {found} instead of {entry['digest']}"
 
 
@@ -245,8 +308,14 @@ class ShardSet:
     process; DataLoader workers map their own. With `verify` every file's digest is checked once, here.
     """
 
-    def __init__(self, folders: Iterable[str | Path], split: str, expected: dict[str, Any], verify: bool = True,
-                 open_files: int = 64):
+    def __init__(
+        self,
+        folders: Iterable[str | Path],
+        split: str,
+        expected: dict[str, Any],
+        verify: bool = True,
+        open_files: int = 64,
+    ):
         self.places: list[tuple[Path, int, str]] = []  # file, row in it, record id
         self.lengths: list[int] = []
         self.open_files, self._maps = open_files, OrderedDict()
@@ -258,7 +327,9 @@ class ShardSet:
             self.manifests[folder.name] = manifest
             for entry in manifest["shards"]:
                 self._sizes[folder / entry["file"]] = entry["bytes"]
-                for row, (identifier, kept, length) in enumerate(zip(entry["ids"], entry["splits"], entry["lengths"])):
+                for row, (identifier, kept, length) in enumerate(
+                    zip(entry["ids"], entry["splits"], entry["lengths"])
+                ):
                     if kept == split:
                         self.places.append((folder / entry["file"], row, identifier))
                         self.lengths.append(length)
@@ -298,26 +369,35 @@ class ShardSet:
 def refuse_if_damaged(folder: Path, manifest: dict[str, Any], threads: int = 4) -> None:
     """Reads every shard once. Raises Refusal naming the damaged ones and how to rebuild them alone."""
     entries = manifest["shards"]
-    with ThreadPoolExecutor(threads) as pool, Progress(f"checking {folder}", len(entries), "shards") as bar:
+    with (
+        ThreadPoolExecutor(threads) as pool,
+        Progress(f"checking {folder}", len(entries), "shards") as bar,
+    ):
         reasons = []
         for entry, reason in zip(entries, pool.map(lambda entry: damaged(folder, entry), entries)):
             bar.add(1, bytes=entry["bytes"])
             if reason:
                 reasons.append(f"{folder / entry['file']} is damaged: {reason}")
     if reasons:
-        raise Refusal(f"{'; '.join(reasons[:5])}; {len(reasons)} of {len(entries)} shards; {repair(folder)}")
+        raise Refusal(
+            f"{'; '.join(reasons[:5])}; {len(reasons)} of {len(entries)} shards; {repair(folder)}"
+        )
 
 
 def repair(folder: Path) -> str:
     return f"`dvc repro --force --single-item extract@{folder.name}` rebuilds what is damaged and nothing else"
 
 
-def refuse_unless_fitting(folder: str | Path, manifest: dict[str, Any], expected: dict[str, Any]) -> None:
+def refuse_unless_fitting(
+    folder: str | Path, manifest: dict[str, Any], expected: dict[str, Any]
+) -> None:
     """Raises Refusal naming the first field in which a manifest differs from what is expected, with both values."""
     for field, value in expected.items():
         if manifest.get(field) != value:
-            raise Refusal(f"{folder}/{MANIFEST} has {field} {manifest.get(field)!r}, but {value!r} is needed; "
-                          f"`dvc repro extract@{Path(folder).name}` makes it so")
+            raise Refusal(
+                f"{folder}/{MANIFEST} has {field} {manifest.get(field)!r}, but {value!r} is needed; "
+                f"`dvc repro extract@{Path(folder).name}` makes it so"
+            )
 
 
 def link(source: Path, destination: Path) -> None:
@@ -329,5 +409,15 @@ def link(source: Path, destination: Path) -> None:
         shutil.copyfile(source, destination)
 
 
-__all__ = ["DTYPES", "ShardSet", "ShardWriter", "bytes_per_token", "damaged", "link", "plan", "read_manifest",
-           "shard_key", "write_manifest"]
+__all__ = [
+    "DTYPES",
+    "ShardSet",
+    "ShardWriter",
+    "bytes_per_token",
+    "damaged",
+    "link",
+    "plan",
+    "read_manifest",
+    "shard_key",
+    "write_manifest",
+]

@@ -8,7 +8,9 @@ from eagle3.core.errors import Refusal, Reject
 from eagle3.target.model import Target
 
 THINK, END_THINK = "<think>", "</think>"
-TOOLS_SENTENCE = "You can call these tools; answer with a JSON object of name and arguments to call one:\n"
+TOOLS_SENTENCE = (
+    "You can call these tools; answer with a JSON object of name and arguments to call one:\n"
+)
 
 
 class Renderer:
@@ -21,12 +23,18 @@ class Renderer:
         # Templates that print today's date would give other ids tomorrow; these are the two ways in which they ask for it.
         self.clock = {"date_string": day.strftime("%d %b %Y")}
         if not self.tokenizer.chat_template:
-            raise Refusal(f"the tokenizer at {target.path} has no chat template; add chat_template.jinja to that folder")
+            raise Refusal(
+                f"the tokenizer at {target.path} has no chat template; add chat_template.jinja to that folder"
+            )
         self.tokenizer.chat_template = with_date(self.tokenizer.chat_template, day)
-        self.specials = sorted({t for t in self.tokenizer.all_special_tokens} |
-                               {t.content for t in self.tokenizer.added_tokens_decoder.values() if t.special})
+        self.specials = sorted(
+            {t for t in self.tokenizer.all_special_tokens}
+            | {t.content for t in self.tokenizer.added_tokens_decoder.values() if t.special}
+        )
         template = self.tokenizer.chat_template
-        self.splits_reasoning = "reasoning_content" in (template if isinstance(template, str) else str(template))
+        self.splits_reasoning = "reasoning_content" in (
+            template if isinstance(template, str) else str(template)
+        )
         self.uses_tools = self._uses_tools()
 
     def prompt_ids(self, messages: list[dict], tools: list | None = None) -> list[int]:
@@ -55,10 +63,14 @@ class Renderer:
         # The template writes BOS itself, so nothing is added here.
         ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if not (isinstance(ids, list) and all(isinstance(i, int) for i in ids)):
-            raise Refusal(f"the tokenizer returned {type(ids).__name__} instead of a flat list of ids")
+            raise Refusal(
+                f"the tokenizer returned {type(ids).__name__} instead of a flat list of ids"
+            )
         bos = self.tokenizer.bos_token_id
         if len(ids) > 1 and ids[0] == ids[1] == bos:
-            raise Refusal(f"the chat template writes the token {self.tokenizer.bos_token} twice at the start")
+            raise Refusal(
+                f"the chat template writes the token {self.tokenizer.bos_token} twice at the start"
+            )
         return ids
 
     def _text(self, messages, tools, generation_prompt) -> str:
@@ -68,15 +80,25 @@ class Renderer:
             messages = [with_reasoning_apart(message) for message in messages]
         try:
             return self.tokenizer.apply_chat_template(
-                messages, tools=tools or None, tokenize=False, add_generation_prompt=generation_prompt,
-                **self.clock, **self.kwargs)
+                messages,
+                tools=tools or None,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+                **self.clock,
+                **self.kwargs,
+            )
         except Exception as error:  # templates raise whatever their authors chose
             raise Reject("template_error", str(error)) from None
 
     def _uses_tools(self) -> bool:
         """Whether the template prints the tools it is given. Many small models' templates silently drop them."""
         self.uses_tools = True
-        probe = [{"type": "function", "function": {"name": "probe_tool", "description": "d", "parameters": {}}}]
+        probe = [
+            {
+                "type": "function",
+                "function": {"name": "probe_tool", "description": "d", "parameters": {}},
+            }
+        ]
         message = [{"role": "user", "content": "hi"}]
         try:
             return "probe_tool" in self._text(message, probe, True)
@@ -92,10 +114,16 @@ def with_date(template: Any, day: date) -> Any:
     """
     if isinstance(template, dict):
         return {name: with_date(text, day) for name, text in template.items()}
-    fixed = re.sub(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""", lambda match: repr(day.strftime(match[2])), template)
+    fixed = re.sub(
+        r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""",
+        lambda match: repr(day.strftime(match[2])),
+        template,
+    )
     if re.search(r"strftime_now\s*\(", fixed):
-        raise Refusal("the chat template prints today's date in a form that cannot be fixed to target.template_date; put "
-                      "the date into chat_template.jinja by hand")
+        raise Refusal(
+            "the chat template prints today's date in a form that cannot be fixed to target.template_date; put "
+            "the date into chat_template.jinja by hand"
+        )
     return fixed
 
 
@@ -106,10 +134,18 @@ def with_reasoning_apart(message: dict) -> dict:
     would come out as a second, empty thought followed by the first one as plain text.
     """
     content = message.get("content") or ""
-    if message["role"] != "assistant" or END_THINK not in content or message.get("reasoning_content"):
+    if (
+        message["role"] != "assistant"
+        or END_THINK not in content
+        or message.get("reasoning_content")
+    ):
         return message
     thought, _, answer = content.partition(END_THINK)
-    return {**message, "reasoning_content": thought.partition(THINK)[2] if THINK in thought else thought, "content": answer}
+    return {
+        **message,
+        "reasoning_content": thought.partition(THINK)[2] if THINK in thought else thought,
+        "content": answer,
+    }
 
 
 def with_tools_in_system(messages: list[dict], tools: list) -> list[dict]:
@@ -126,6 +162,12 @@ def probe(renderer: Renderer) -> dict[str, Any]:
     """Whether prompts of later turns extend earlier ones, checked on a two-turn conversation; for the stats files."""
     turns: list[dict] = []
     for text in ("one", "two"):
-        turns += [{"role": "user", "content": text}, {"role": "assistant", "content": f"answer {text}"}]
+        turns += [
+            {"role": "user", "content": text},
+            {"role": "assistant", "content": f"answer {text}"},
+        ]
     first = renderer.full_ids(turns[:2])
-    return {"history_is_kept": renderer.full_ids(turns)[:len(first)] == first, "uses_tools": renderer.uses_tools}
+    return {
+        "history_is_kept": renderer.full_ids(turns)[: len(first)] == first,
+        "uses_tools": renderer.uses_tools,
+    }

@@ -1,8 +1,8 @@
 """Rows of glaive-function-calling-v2: a whole conversation as one text, its functions as JSON inside the system text.
 
-    system: 'SYSTEM: You are a helpful assistant with access to the following functions. Use them if required -\\n{…}\\n{…}'
-    chat:   'USER: …\\n\\n\\nASSISTANT: <functioncall> {"name": "f", "arguments": \\'{"a": 1}\\'} <|endoftext|>\\n\\n\\n
-             FUNCTION RESPONSE: {"x": 1}\\n\\n\\nASSISTANT: … <|endoftext|>'
+system: 'SYSTEM: You are a helpful assistant with access to the following functions. Use them if required -\\n{…}\\n{…}'
+chat:   'USER: …\\n\\n\\nASSISTANT: <functioncall> {"name": "f", "arguments": \\'{"a": 1}\\'} <|endoftext|>\\n\\n\\n
+         FUNCTION RESPONSE: {"x": 1}\\n\\n\\nASSISTANT: … <|endoftext|>'
 """
 
 import json

@@ -24,8 +24,15 @@ from eagle3.core.files import canonical_json, replacing, write_json, write_jsonl
 from eagle3.prompts import rows as conversations
 from eagle3.prompts.chat_template import Renderer
 
-SCHEMA = pa.schema([("id", pa.string()), ("messages", pa.string()), ("tools", pa.string()),
-                    ("prompt_ids", pa.list_(pa.int32())), ("source_row", pa.int64())])
+SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("messages", pa.string()),
+        ("tools", pa.string()),
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("source_row", pa.int64()),
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,9 @@ class Kept:
             yield Prompt(**json.loads(self.file.readline()))
 
 
-def select(rows: Iterable[tuple[int, dict | Exception]], dataset, limits, renderer: Renderer) -> tuple[Kept, list, dict]:
+def select(
+    rows: Iterable[tuple[int, dict | Exception]], dataset, limits, renderer: Renderer
+) -> tuple[Kept, list, dict]:
     """(prompts in order of rank, rejects, stats). Memory: a small entry per usable row, none of the rows themselves.
 
     `dataset` and `limits` are the sections `datasets.NAME` and `prompts` of params.yaml.
@@ -67,7 +76,9 @@ def select(rows: Iterable[tuple[int, dict | Exception]], dataset, limits, render
     seen: set[bytes] = set()
     total = duplicates = 0
     cap = dataset.max_samples
-    kept: list[tuple[int, int, int, int]] = []  # with a cap, a heap whose top is the row that a better one pushes out
+    kept: list[
+        tuple[int, int, int, int]
+    ] = []  # with a cap, a heap whose top is the row that a better one pushes out
     Path(".work/tmp").mkdir(parents=True, exist_ok=True)
     file = tempfile.TemporaryFile(dir=".work/tmp")
     for number, row in rows:
@@ -92,9 +103,15 @@ def select(rows: Iterable[tuple[int, dict | Exception]], dataset, limits, render
             continue
         file.write(json.dumps(dataclasses.asdict(prompt)).encode() + b"\n")
     kept.sort(reverse=True)
-    stats = {"rows": total, "usable": len(seen), "kept": len(kept), "duplicates": duplicates,
-             "rejected": sum(reasons.values()), "reasons": dict(sorted(reasons.items())),
-             "prompt_tokens": sum(tokens for _, _, _, tokens in kept)}
+    stats = {
+        "rows": total,
+        "usable": len(seen),
+        "kept": len(kept),
+        "duplicates": duplicates,
+        "rejected": sum(reasons.values()),
+        "reasons": dict(sorted(reasons.items())),
+        "prompt_tokens": sum(tokens for _, _, _, tokens in kept),
+    }
     return Kept(file, [offset for _, _, offset, _ in kept]), rejects, stats
 
 
@@ -122,13 +139,16 @@ def refuse_if_too_many_rejected(name: str, stats: dict, rejects: list[dict], lim
     left."""
     reasons = ", ".join(f"{reason} {count}" for reason, count in stats["reasons"].items()) or "none"
     if not stats["rows"]:
-        raise Refusal(f"data set {name} is empty: its source has no rows; look at datasets.{name}.source in params.yaml")
+        raise Refusal(
+            f"data set {name} is empty: its source has no rows; look at datasets.{name}.source in params.yaml"
+        )
     if not stats["kept"] or stats["rejected"] / stats["rows"] > limit:
         first = rejects[0]
         raise Refusal(
             f"data set {name}: {stats['rejected']} of {stats['rows']} rows rejected, more than prompts.max_reject_rate "
             f"{limit} allows ({reasons}; the first is row {first['row']}: {first['reason']} {first['detail']}); set "
-            f"datasets.{name}.format or columns, or raise the limit")
+            f"datasets.{name}.format or columns, or raise the limit"
+        )
 
 
 def write(path: str | Path, prompts: Iterable[Prompt], rejects: list[dict], stats: dict) -> None:
@@ -138,20 +158,31 @@ def write(path: str | Path, prompts: Iterable[Prompt], rejects: list[dict], stat
     write_json(path.with_suffix(".stats.json"), stats)
     with replacing(path) as temporary, parquet.ParquetWriter(temporary, SCHEMA) as writer:
         while batch := list(itertools.islice(prompts, 4096)):
-            writer.write_table(pa.table({
-                "id": [p.id for p in batch],
-                "messages": [canonical_json(p.messages) for p in batch],
-                "tools": [canonical_json(p.tools) for p in batch],
-                "prompt_ids": [p.prompt_ids for p in batch],
-                "source_row": [p.source_row for p in batch]}, schema=SCHEMA))
+            writer.write_table(
+                pa.table(
+                    {
+                        "id": [p.id for p in batch],
+                        "messages": [canonical_json(p.messages) for p in batch],
+                        "tools": [canonical_json(p.tools) for p in batch],
+                        "prompt_ids": [p.prompt_ids for p in batch],
+                        "source_row": [p.source_row for p in batch],
+                    },
+                    schema=SCHEMA,
+                )
+            )
 
 
 def read(path: str | Path) -> Iterator[Prompt]:
     """The prompts in file order, a row group at a time."""
     for batch in parquet.ParquetFile(path).iter_batches(batch_size=1024):
         for row in batch.to_pylist():
-            yield Prompt(row["id"], json.loads(row["messages"]), json.loads(row["tools"]), row["prompt_ids"],
-                         row["source_row"])
+            yield Prompt(
+                row["id"],
+                json.loads(row["messages"]),
+                json.loads(row["tools"]),
+                row["prompt_ids"],
+                row["source_row"],
+            )
 
 
 def count(path: str | Path) -> int:

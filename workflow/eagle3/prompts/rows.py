@@ -9,11 +9,23 @@ from eagle3.core.files import digest_of
 from eagle3.prompts import glaive
 
 ROLES = {
-    "system": "system", "developer": "system",
-    "user": "user", "human": "user",
-    "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "model": "assistant",
-    "bot": "assistant", "function_call": "assistant", "tool_call": "assistant",
-    "tool": "tool", "observation": "tool", "function": "tool", "tool_response": "tool", "function_response": "tool",
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function": "tool",
+    "tool_response": "tool",
+    "function_response": "tool",
 }
 KEPT_FIELDS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
 
@@ -82,7 +94,9 @@ def _sharegpt(row):
 def _instruction(row):
     instruction, context = row.get("instruction"), row.get("input")
     prompt = f"{instruction}\n\n{context}" if instruction and context else instruction or context
-    return _single(row.get("system"), prompt, row.get("output", row.get("response"))), row.get("tools")
+    return _single(row.get("system"), prompt, row.get("output", row.get("response"))), row.get(
+        "tools"
+    )
 
 
 def _qa(row):
@@ -98,7 +112,9 @@ def _prompt(row):
     prompt = row.get("prompt")
     if isinstance(prompt, list):
         return prompt, row.get("tools")
-    return _single(row.get("system"), prompt, row.get("response", row.get("completion"))), row.get("tools")
+    return _single(row.get("system"), prompt, row.get("response", row.get("completion"))), row.get(
+        "tools"
+    )
 
 
 def _glaive(row):
@@ -106,7 +122,9 @@ def _glaive(row):
 
 
 def _by_columns(row, columns):
-    missing = [name for key, name in columns.items() if name not in row and key in ("messages", "prompt")]
+    missing = [
+        name for key, name in columns.items() if name not in row and key in ("messages", "prompt")
+    ]
     if missing:
         raise Reject("missing_column", ", ".join(missing))
     value = {key: row.get(name) for key, name in columns.items()}
@@ -120,8 +138,14 @@ def _by_columns(row, columns):
     return _single(value.get("system"), prompt, value.get("answer")), value.get("tools")
 
 
-SHAPES = {"messages": _messages, "sharegpt": _sharegpt, "instruction": _instruction, "qa": _qa, "prompt": _prompt,
-          "glaive": _glaive}
+SHAPES = {
+    "messages": _messages,
+    "sharegpt": _sharegpt,
+    "instruction": _instruction,
+    "qa": _qa,
+    "prompt": _prompt,
+    "glaive": _glaive,
+}
 
 
 def _single(system, prompt, answer) -> list[dict]:
@@ -130,7 +154,11 @@ def _single(system, prompt, answer) -> list[dict]:
 
 
 def _parsed_if_list(value):
-    return _parsed(value, "question") if isinstance(value, str) and value.lstrip().startswith("[") else value
+    return (
+        _parsed(value, "question")
+        if isinstance(value, str) and value.lstrip().startswith("[")
+        else value
+    )
 
 
 def _parsed(value: Any, name: str) -> list:
@@ -158,7 +186,9 @@ def _tools(value: Any) -> list:
     value = value if isinstance(value, list) else [value]
     if not all(isinstance(tool, dict) for tool in value):
         raise Reject("bad_tools", str(value)[:80])
-    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]
+    return [
+        tool if "function" in tool else {"type": "function", "function": tool} for tool in value
+    ]
 
 
 def _checked(messages: list) -> list[dict]:
@@ -173,7 +203,9 @@ def _checked(messages: list) -> list[dict]:
         content = _text(message.get("content", message.get("value")))
         kept = {key: message[key] for key in KEPT_FIELDS if message.get(key)}
         if isinstance(call := message.get("function_call"), dict) and not kept.get("tool_calls"):
-            kept["tool_calls"] = [{"type": "function", "function": call}]  # the older spelling, one call at most
+            kept["tool_calls"] = [
+                {"type": "function", "function": call}
+            ]  # the older spelling, one call at most
         if not content.strip() and not kept.get("tool_calls"):
             raise Reject("empty_message", role)
         clean.append({"role": role, "content": content, **kept})
@@ -202,11 +234,15 @@ def _number_calls(messages: list[dict]) -> None:
     count = 0
     for message in messages:
         if calls := message.get("tool_calls"):
-            if not (isinstance(calls, list) and all(isinstance(c, dict) and isinstance(c.get("function"), dict)
-                                                    for c in calls)):
+            if not (
+                isinstance(calls, list)
+                and all(isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls)
+            ):
                 raise Reject("bad_tool_call", str(calls)[:80])
-            message["tool_calls"] = calls = [{"id": f"functions.{call['function'].get('name')}:{count + i}", **call}
-                                             for i, call in enumerate(calls)]
+            message["tool_calls"] = calls = [
+                {"id": f"functions.{call['function'].get('name')}:{count + i}", **call}
+                for i, call in enumerate(calls)
+            ]
             waiting, count = [call["id"] for call in calls], count + len(calls)
         elif message["role"] == "tool" and waiting:
             identifier = waiting.pop(0)
@@ -227,7 +263,9 @@ def _text(content: Any) -> str:
             elif isinstance(part, dict) and part.get("type", "text") == "text":
                 texts.append(str(part.get("text", part.get("value", ""))))
             else:
-                raise Reject("multimodal", str(part.get("type") if isinstance(part, dict) else part)[:40])
+                raise Reject(
+                    "multimodal", str(part.get("type") if isinstance(part, dict) else part)[:40]
+                )
         return "".join(texts)
     if isinstance(content, dict):
         return json.dumps(content, ensure_ascii=False)
@@ -244,7 +282,12 @@ def open_turns(messages: list[dict], max_turns: int) -> list[dict]:
         role = message["role"] if message else None
         if role == "assistant":
             continue
-        if opened and role != "system" and opened[-1]["role"] in ("user", "tool") and role != "tool":
+        if (
+            opened
+            and role != "system"
+            and opened[-1]["role"] in ("user", "tool")
+            and role != "tool"
+        ):
             opened.append({"role": "assistant", "content": None})
         elif opened and role == "tool" and opened[-1]["role"] == "user":
             opened.append({"role": "assistant", "content": None})

@@ -19,7 +19,9 @@ def required_ids(tokenizer, stop_ids: Iterable[int], vocab_size: int) -> list[in
     """Ids that are always in: special and stop tokens, and the single bytes from which any text can be spelled."""
     ids = set(stop_ids) | set(tokenizer.all_special_ids)
     ids |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    for i, token in enumerate(tokenizer.convert_ids_to_tokens(list(range(min(vocab_size, len(tokenizer)))))):
+    for i, token in enumerate(
+        tokenizer.convert_ids_to_tokens(list(range(min(vocab_size, len(tokenizer)))))
+    ):
         if token and (len(token) == 1 or (len(token) == 6 and token.startswith("<0x"))):
             ids.add(i)
     return sorted(i for i in ids if i < vocab_size)
@@ -30,9 +32,13 @@ def choose(counts: Counter, required: list[int], size: int, vocab_size: int) -> 
     where fewer than `size` tokens occur. Raises Refusal if `size` is impossible.
     """
     if size > vocab_size:
-        raise Refusal(f"vocab.size is {size}, more than the target's vocabulary of {vocab_size}; lower vocab.size")
+        raise Refusal(
+            f"vocab.size is {size}, more than the target's vocabulary of {vocab_size}; lower vocab.size"
+        )
     if len(required) > size:
-        raise Refusal(f"vocab.size is {size}, but {len(required)} special, stop and byte tokens must be in it; raise it")
+        raise Refusal(
+            f"vocab.size is {size}, but {len(required)} special, stop and byte tokens must be in it; raise it"
+        )
     chosen = dict.fromkeys(required)
     by_frequency = sorted(counts, key=lambda i: (-counts[i], i))
     for candidates in (by_frequency, range(vocab_size)):
@@ -59,10 +65,19 @@ def refuse_unless_consistent(d2t: torch.Tensor, t2d: torch.Tensor) -> torch.Tens
     ids = d2t + torch.arange(len(d2t))
     if d2t.dtype != torch.int64 or t2d.dtype != torch.bool:
         raise Refusal(f"d2t is {d2t.dtype} and t2d {t2d.dtype}, not int64 and bool")
-    if len(ids) == 0 or ids.min() < 0 or ids.max() >= len(t2d) or not bool((ids[1:] > ids[:-1]).all()):
-        raise Refusal("d2t plus draft id does not rise within the target's vocabulary; d2t holds offsets, not ids")
+    if (
+        len(ids) == 0
+        or ids.min() < 0
+        or ids.max() >= len(t2d)
+        or not bool((ids[1:] > ids[:-1]).all())
+    ):
+        raise Refusal(
+            "d2t plus draft id does not rise within the target's vocabulary; d2t holds offsets, not ids"
+        )
     if not torch.equal(ids, t2d.nonzero().flatten()):
-        raise Refusal(f"d2t names {len(ids)} target ids, t2d marks {int(t2d.sum())} others; both must come from one build")
+        raise Refusal(
+            f"d2t names {len(ids)} target ids, t2d marks {int(t2d.sum())} others; both must come from one build"
+        )
     return ids
 
 

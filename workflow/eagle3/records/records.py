@@ -17,8 +17,14 @@ import xxhash
 from eagle3.core.errors import Refusal
 from eagle3.core.files import canonical_json, replacing
 
-SCHEMA = pa.schema([("id", pa.string()), ("input_ids", pa.list_(pa.int32())), ("loss_mask", pa.list_(pa.bool_())),
-                    ("split", pa.string())])
+SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("input_ids", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.bool_())),
+        ("split", pa.string()),
+    ]
+)
 BYTES = pa.list_(pa.uint8())
 
 
@@ -32,7 +38,11 @@ class Record:
 
 def split_of(identifier: str, validation_share: float) -> str:
     """The same side for a conversation in every build, whatever else is in the data set."""
-    return "validation" if xxhash.xxh3_64_intdigest(identifier.encode(), seed=1) < validation_share * 2**64 else "train"
+    return (
+        "validation"
+        if xxhash.xxh3_64_intdigest(identifier.encode(), seed=1) < validation_share * 2**64
+        else "train"
+    )
 
 
 def sequences(turns: list[dict]) -> list[tuple[list[int], list[bool]]]:
@@ -76,7 +86,9 @@ def build(rows: Iterable[dict], params, stats: Counter) -> Iterator[Record]:
             yield Record(row["id"] if len(made) == 1 else f"{row['id']}-{place}", ids, mask, split)
 
 
-def write(path: str | Path, records: Iterable[Record], stats: Counter, params, greedy: bool) -> None:
+def write(
+    path: str | Path, records: Iterable[Record], stats: Counter, params, greedy: bool
+) -> None:
     """Writes the file, with `stats` and whether the answers are greedy in its metadata.
 
     Raises Refusal if the supervised share is outside its bounds.
@@ -91,7 +103,9 @@ def write(path: str | Path, records: Iterable[Record], stats: Counter, params, g
                     batch = []
             if batch:
                 writer.write_table(_table(batch))
-            writer.add_key_value_metadata({"eaglemake": canonical_json({**stats, "greedy": greedy})})
+            writer.add_key_value_metadata(
+                {"eaglemake": canonical_json({**stats, "greedy": greedy})}
+            )
         _refuse_unless_sane(path, stats, params)
 
 
@@ -106,14 +120,19 @@ def _refuse_unless_sane(path, stats: Counter, params) -> None:
     if not low <= share <= high:
         raise Refusal(
             f"{path}: {share:.1%} of {stats['tokens']} tokens are supervised, outside records.min_supervised_share "
-            f"{low:.1%} to max_supervised_share {high:.1%}; look at the answers, or widen the bounds")
+            f"{low:.1%} to max_supervised_share {high:.1%}; look at the answers, or widen the bounds"
+        )
 
 
 def read(path: str | Path, split: str | None = None) -> Iterator[Record]:
     """Records in file order, those of one split or all."""
     for batch in parquet.ParquetFile(path).iter_batches(batch_size=512):
-        columns = [batch["id"].to_pylist(), _lists(batch["input_ids"], "i"), _lists(batch["loss_mask"].cast(BYTES), "?"),
-                   batch["split"].to_pylist()]
+        columns = [
+            batch["id"].to_pylist(),
+            _lists(batch["input_ids"], "i"),
+            _lists(batch["loss_mask"].cast(BYTES), "?"),
+            batch["split"].to_pylist(),
+        ]
         for row in zip(*columns):
             if split is None or row[-1] == split:
                 yield Record(*row)
@@ -122,7 +141,7 @@ def read(path: str | Path, split: str | None = None) -> Iterator[Record]:
 def _lists(column: pa.ListArray, kind: str) -> Iterator[list]:
     """column.to_pylist(), which makes a call for each token; captures would wait. (And to_numpy() imports all of pandas.)"""
     values, places = column.values, column.offsets.to_pylist()
-    values = memoryview(values.buffers()[1] or b"").cast(kind)[values.offset:]
+    values = memoryview(values.buffers()[1] or b"").cast(kind)[values.offset :]
     for begin, end in zip(places, places[1:]):
         yield values[begin:end].tolist()
 

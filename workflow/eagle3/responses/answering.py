@@ -20,8 +20,15 @@ class Answering:
     Memory: one small entry per prompt that is under way or failed, none per finished answer beyond the journal's index.
     """
 
-    def __init__(self, path: str | Path, renderer: Renderer, journal: Journal, sampling: dict, context_length: int,
-                 token_budget: int | None = None):
+    def __init__(
+        self,
+        path: str | Path,
+        renderer: Renderer,
+        journal: Journal,
+        sampling: dict,
+        context_length: int,
+        token_budget: int | None = None,
+    ):
         self.path, self.renderer, self.journal, self.sampling = path, renderer, journal, sampling
         self.context_length, self.token_budget = context_length, token_budget
         self.errors: dict[str, dict] = {}
@@ -35,12 +42,17 @@ class Answering:
 
     def adopt(self, rows: Iterable[dict]) -> int:
         """Takes answers of a published artifact into the journal, those that the present settings made. Their number."""
+
         def fitting():
             for row in rows:
                 for place, turn in enumerate(row["turns"]):
                     limit = self._limit(turn["prompt_ids"])
                     if turn["key"] == answer_key(self.journal.stamp, turn["prompt_ids"], limit):
-                        yield {**{k: v for k, v in turn.items() if k != "prompt_ids"}, "id": row["id"], "turn": place}
+                        yield {
+                            **{k: v for k, v in turn.items() if k != "prompt_ids"},
+                            "id": row["id"],
+                            "turn": place,
+                        }
 
         return self.journal.adopt(fitting())
 
@@ -52,20 +64,36 @@ class Answering:
         """
         turns: list[dict] = []
         messages = [dict(m) for m in prompt.messages]
-        for place in [i for i, m in enumerate(messages) if m["content"] is None and m["role"] == "assistant"]:
-            ids = prompt.prompt_ids if not turns else self.renderer.prompt_ids(messages[:place], prompt.tools)
+        for place in [
+            i for i, m in enumerate(messages) if m["content"] is None and m["role"] == "assistant"
+        ]:
+            ids = (
+                prompt.prompt_ids
+                if not turns
+                else self.renderer.prompt_ids(messages[:place], prompt.tools)
+            )
             limit = self._limit(ids)
             if limit < 1:
                 if not turns:
-                    raise Reject("prompt_too_long", f"{len(ids)} tokens, context {self.context_length}")
+                    raise Reject(
+                        "prompt_too_long", f"{len(ids)} tokens, context {self.context_length}"
+                    )
                 return turns, None
             key = answer_key(self.journal.stamp, ids, limit)
             answer = self.journal.get(key)
             if answer is None:
                 seed = (self.sampling["seed"] * 0x9E3779B1 + int(key[:12], 16)) % 2**31
                 return turns, Request(prompt.id, len(turns), key, ids, limit, seed)
-            turns.append({"key": key, "prompt_ids": ids, **{name: answer[name] for name in
-                                                            ("output_ids", "text", "finish_reason", "usage")}})
+            turns.append(
+                {
+                    "key": key,
+                    "prompt_ids": ids,
+                    **{
+                        name: answer[name]
+                        for name in ("output_ids", "text", "finish_reason", "usage")
+                    },
+                }
+            )
             if answer["finish_reason"] == "length":
                 return turns, None
             messages[place]["content"] = answer["text"] or " "
@@ -112,10 +140,20 @@ class Answering:
         if result.error:
             self._fail(request.row_id, request.turn, result.error, result.detail, result.tries)
             return None
-        self.journal.append({
-            "key": request.key, "id": request.row_id, "turn": request.turn, "output_ids": result.output_ids,
-            "text": self.renderer.decode(result.output_ids), "finish_reason": result.finish_reason,
-            "usage": {"prompt_tokens": len(request.prompt_ids), "completion_tokens": len(result.output_ids)}})
+        self.journal.append(
+            {
+                "key": request.key,
+                "id": request.row_id,
+                "turn": request.turn,
+                "output_ids": result.output_ids,
+                "text": self.renderer.decode(result.output_ids),
+                "finish_reason": result.finish_reason,
+                "usage": {
+                    "prompt_tokens": len(request.prompt_ids),
+                    "completion_tokens": len(result.output_ids),
+                },
+            }
+        )
         self.tokens += len(result.output_ids)
         following = None
         try:
@@ -125,11 +163,19 @@ class Answering:
         if following is None:
             self.under_way.pop(request.row_id, None)
         if self.status:
-            self.status.answered(len(result.output_ids), result.finish_reason == "length", following is None)
+            self.status.answered(
+                len(result.output_ids), result.finish_reason == "length", following is None
+            )
         return following
 
     def _fail(self, identifier: str, turn: int, reason: str, detail: str, tries: int) -> None:
-        self.errors[identifier] = {"id": identifier, "turn": turn, "reason": reason, "detail": detail, "tries": tries}
+        self.errors[identifier] = {
+            "id": identifier,
+            "turn": turn,
+            "reason": reason,
+            "detail": detail,
+            "tries": tries,
+        }
         self.under_way.pop(identifier, None)
         if self.status:
             self.status.failed(reason)
@@ -146,7 +192,9 @@ class Answering:
                     continue
                 turns, missing = self.progress_of(prompt)
                 if missing:
-                    raise Refusal(f"prompt {prompt.id} has neither an answer nor an error; run the same command again")
+                    raise Refusal(
+                        f"prompt {prompt.id} has neither an answer nor an error; run the same command again"
+                    )
                 writer.answer(prompt.id, turns)
                 tokens += sum(len(turn["output_ids"]) for turn in turns)
         return writer
@@ -163,8 +211,11 @@ def given_turns(prompt: Prompt, renderer: Renderer, max_answer_tokens: int) -> l
         ids = renderer.prompt_ids(prompt.messages[:place], prompt.tools)
         whole = renderer.full_ids(prompt.messages[: place + 1], prompt.tools)
         if whole[: len(ids)] != ids:
-            raise Reject("template_changes_prompt", f"turn {len(turns)}: the prompt is no prefix of prompt and answer")
-        output = whole[len(ids):]
+            raise Reject(
+                "template_changes_prompt",
+                f"turn {len(turns)}: the prompt is no prefix of prompt and answer",
+            )
+        output = whole[len(ids) :]
         stop = renderer.tokenizer.eos_token_id
         if stop in output:  # templates add a newline after the end token, which no model generates
             output = output[: output.index(stop) + 1]
@@ -172,13 +223,22 @@ def given_turns(prompt: Prompt, renderer: Renderer, max_answer_tokens: int) -> l
             raise Reject("empty_message", "the answer adds no token")
         if len(output) > max_answer_tokens:
             raise Reject("answer_too_long", f"{len(output)} tokens")
-        turns.append({"key": "", "prompt_ids": ids, "output_ids": output, "text": renderer.decode(output),
-                      "finish_reason": "stop",
-                      "usage": {"prompt_tokens": len(ids), "completion_tokens": len(output)}})
+        turns.append(
+            {
+                "key": "",
+                "prompt_ids": ids,
+                "output_ids": output,
+                "text": renderer.decode(output),
+                "finish_reason": "stop",
+                "usage": {"prompt_tokens": len(ids), "completion_tokens": len(output)},
+            }
+        )
     return turns
 
 
-def publish_given(path: str | Path, folder: str | Path, renderer: Renderer, max_answer_tokens: int) -> responses.Writer:
+def publish_given(
+    path: str | Path, folder: str | Path, renderer: Renderer, max_answer_tokens: int
+) -> responses.Writer:
     """The artifact of an on-policy data set."""
     note = {"engine": "given", "note": "answers come with the data set; nothing was generated"}
     with responses.writing(folder, note) as writer:
@@ -186,7 +246,15 @@ def publish_given(path: str | Path, folder: str | Path, renderer: Renderer, max_
             try:
                 writer.answer(prompt.id, given_turns(prompt, renderer, max_answer_tokens))
             except Reject as reject:
-                writer.error({"id": prompt.id, "turn": 0, "reason": reject.reason, "detail": reject.detail, "tries": 0})
+                writer.error(
+                    {
+                        "id": prompt.id,
+                        "turn": 0,
+                        "reason": reject.reason,
+                        "detail": reject.detail,
+                        "tries": 0,
+                    }
+                )
     return writer
 
 
@@ -196,4 +264,5 @@ def refuse_if_too_many_errors(name: str, writer: responses.Writer, limit: float)
     if not writer.answered or writer.failed / total > limit:
         raise Refusal(
             f"data set {name}: {writer.failed} of {total} prompts have no answer, more than generate.max_error_rate "
-            f"{limit} allows; reasons: {writer.reasons()}")
+            f"{limit} allows; reasons: {writer.reasons()}"
+        )

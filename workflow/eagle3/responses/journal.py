@@ -31,9 +31,14 @@ def answer_key(stamp: str, prompt_ids: list[int], max_new_tokens: int) -> str:
 
 def is_success(row: Any) -> bool:
     """Whether a line is a whole, usable answer: known finish reason, ids that are ints and not none at all."""
-    return (isinstance(row, dict) and isinstance(row.get("key"), str) and row.get("finish_reason") in FINISHED
-            and isinstance(row.get("output_ids"), list) and len(row["output_ids"]) > 0
-            and all(type(i) is int for i in row["output_ids"]))
+    return (
+        isinstance(row, dict)
+        and isinstance(row.get("key"), str)
+        and row.get("finish_reason") in FINISHED
+        and isinstance(row.get("output_ids"), list)
+        and len(row["output_ids"]) > 0
+        and all(type(i) is int for i in row["output_ids"])
+    )
 
 
 class Journal:
@@ -106,7 +111,9 @@ class Journal:
             return None
         self.reader.seek(offset)
         row = json.loads(self.reader.readline())
-        assert row["key"] == key, f"{self.path} changed under its owner: {row['key']} at the place of {key}"
+        assert row["key"] == key, (
+            f"{self.path} changed under its owner: {row['key']} at the place of {key}"
+        )
         return row
 
     def append(self, row: dict) -> None:
@@ -151,10 +158,15 @@ class Journal:
         for stamp, count in self.foreign.items():
             path = self.folder / "settings" / f"{stamp}.json"
             other = read_json(path) if path.exists() else {}
-            differing = [f"{name} {other.get(name)!r}, now {value!r}" for name, value in self.settings.items()
-                         if other.get(name) != value]
-            lines.append(f"{count} answers were made under other settings ({'; '.join(differing) or 'unknown'}); they are "
-                         "not used, and kept for the day these settings return")
+            differing = [
+                f"{name} {other.get(name)!r}, now {value!r}"
+                for name, value in self.settings.items()
+                if other.get(name) != value
+            ]
+            lines.append(
+                f"{count} answers were made under other settings ({'; '.join(differing) or 'unknown'}); they are "
+                "not used, and kept for the day these settings return"
+            )
         return lines
 
     def __enter__(self):

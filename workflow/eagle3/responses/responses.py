@@ -50,7 +50,9 @@ def looks_broken(output_ids: list[int], text: str) -> bool:
     A server whose memory ran out, or whose kernels are wrong, answers so with every sign of success; a small model loops
     by itself now and then. What counts is the share. A character that the last token cuts in half is no sign.
     """
-    return "\ufffd" in text.rstrip("\ufffd") or (len(output_ids) >= 64 and len(set(output_ids[-65:-1])) <= 4)
+    return "\ufffd" in text.rstrip("\ufffd") or (
+        len(output_ids) >= 64 and len(set(output_ids[-65:-1])) <= 4
+    )
 
 
 @contextmanager
@@ -70,7 +72,9 @@ def read(folder: str | Path) -> Iterator[dict]:
     """Rows in prompt order. Raises Refusal for a row without turns."""
     for row in read_jsonl(Path(folder) / ROWS):
         if not row.get("turns"):
-            raise Refusal(f"{folder}/{ROWS}: row {row.get('id')} has no turns; run `dvc repro -f` for its stage")
+            raise Refusal(
+                f"{folder}/{ROWS}: row {row.get('id')} has no turns; run `dvc repro -f` for its stage"
+            )
         yield row
 
 
@@ -81,12 +85,27 @@ def fingerprint(folder: str | Path) -> dict:
 def made_by(fingerprint: dict[str, Any]) -> str:
     """Who answered, in which numerics, with which sampling, in one line of what is in fingerprint.json."""
     numerics, sampling = fingerprint.get("numerics", {}), fingerprint.get("sampling", {})
-    makers = {_maker(maker): None for maker in fingerprint.get("made_by", []) if isinstance(maker, dict)}
-    parts = [", ".join(makers) or fingerprint.get("note") or fingerprint.get("engine", ""),
-             *(f"{name} {plain(numerics[key])}" for name, key in (
-                 ("weights", "weights_digest"), ("dtype", "dtype"), ("quantization", "quantization"),
-                 ("KV cache", "kv_cache_dtype")) if numerics.get(key)),
-             *(f"{key} {plain(sampling[key])}" for key in ("temperature", "top_p", "max_new_tokens") if key in sampling)]
+    makers = {
+        _maker(maker): None for maker in fingerprint.get("made_by", []) if isinstance(maker, dict)
+    }
+    parts = [
+        ", ".join(makers) or fingerprint.get("note") or fingerprint.get("engine", ""),
+        *(
+            f"{name} {plain(numerics[key])}"
+            for name, key in (
+                ("weights", "weights_digest"),
+                ("dtype", "dtype"),
+                ("quantization", "quantization"),
+                ("KV cache", "kv_cache_dtype"),
+            )
+            if numerics.get(key)
+        ),
+        *(
+            f"{key} {plain(sampling[key])}"
+            for key in ("temperature", "top_p", "max_new_tokens")
+            if key in sampling
+        ),
+    ]
     return ", ".join(part for part in parts if part)
 
 
@@ -94,13 +113,21 @@ def _maker(maker: dict[str, Any]) -> str:
     """'sglang 0.5.14' or 'transformers 5.24.0 on cpu'."""
     engine = maker.get("engine", "")
     version = maker.get("reported", {}).get("version") or maker.get("versions", {}).get(engine)
-    return " ".join(filter(None, [engine, version, f"on {maker['device']}" if maker.get("device") else ""]))
+    return " ".join(
+        filter(None, [engine, version, f"on {maker['device']}" if maker.get("device") else ""])
+    )
 
 
 def plain(value: Any) -> str:
     """Short for people: digests by their first 12 digits."""
     if isinstance(value, dict):
-        return "(" + ", ".join(f"{key} {plain(inner)}" for key, inner in value.items() if inner not in (None, {})) + ")"
+        return (
+            "("
+            + ", ".join(
+                f"{key} {plain(inner)}" for key, inner in value.items() if inner not in (None, {})
+            )
+            + ")"
+        )
     if isinstance(value, str) and re.fullmatch(r"[0-9a-f]{32,64}", value):
         return value[:12]
     return f"{value:.4g}" if isinstance(value, float) else str(value)

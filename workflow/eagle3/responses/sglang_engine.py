@@ -21,7 +21,12 @@ from eagle3.responses.slots import Slots
 from eagle3.serving.server import FOLDER, SERVERS, Lease, lease
 from eagle3.target.model import Target
 
-BUSY = (408, 425, 429, 503)  # "later": tried again for as long as the request's time lasts, at no cost in tries
+BUSY = (
+    408,
+    425,
+    429,
+    503,
+)  # "later": tried again for as long as the request's time lasts, at no cost in tries
 STREAM_INTERVAL = 64  # tokens between signs of life of a request
 LONGEST_PAUSE = 30.0
 
@@ -66,46 +71,78 @@ class SGLangEngine:
     `settings` and `runtime` are the sections `server` and `runtime` of params.yaml.
     """
 
-    def __init__(self, target: Target, sampling, settings, runtime, say: Callable[[str], None] = print):
-        self.target, self.sampling, self.settings, self.runtime, self.say = target, sampling, settings, runtime, say
+    def __init__(
+        self, target: Target, sampling, settings, runtime, say: Callable[[str], None] = print
+    ):
+        self.target, self.sampling, self.settings, self.runtime, self.say = (
+            target,
+            sampling,
+            settings,
+            runtime,
+            say,
+        )
         self.counts: Counter = Counter()  # failures that were tried again, by reason
         self.stack = contextlib.ExitStack()
 
     def __enter__(self) -> dict[str, Any]:
-        self.server: Lease = self.stack.enter_context(lease(self.settings, self.target, say=self.say))
+        self.server: Lease = self.stack.enter_context(
+            lease(self.settings, self.target, say=self.say)
+        )
         found = self.server.fingerprint
-        self.say(f"server ready: SGLang {found['version']}, dtype {found['dtype']}, KV cache {found['kv_cache_dtype']}, "
-                 f"quantisation {found['quantization']}, context {found['context_length']}")
+        self.say(
+            f"server ready: SGLang {found['version']}, dtype {found['dtype']}, KV cache {found['kv_cache_dtype']}, "
+            f"quantisation {found['quantization']}, context {found['context_length']}"
+        )
         reported = {k: v for k, v in found.items() if k != "model_path"}
-        return {"engine": "sglang", "reported": reported, "flags": dict(self.settings.flags),
-                "environment": {k: str(v) for k, v in self.settings.environment.items()}}
+        return {
+            "engine": "sglang",
+            "reported": reported,
+            "flags": dict(self.settings.flags),
+            "environment": {k: str(v) for k, v in self.settings.environment.items()},
+        }
 
     def __exit__(self, *_) -> None:
         self.stack.close()
         if self.counts:
-            self.say("tried again: " + ", ".join(f"{reason} {count}" for reason, count in self.counts.most_common()))
+            self.say(
+                "tried again: "
+                + ", ".join(f"{reason} {count}" for reason, count in self.counts.most_common())
+            )
         if self.counts["busy"] > 100:
             self.say("the server often had no room; a smaller runtime.concurrency wastes less")
 
-    def run(self, requests: Iterator[Request], on_result: Callable[[Result], Request | None]) -> None:
+    def run(
+        self, requests: Iterator[Request], on_result: Callable[[Result], Request | None]
+    ) -> None:
         asyncio.run(self._run(iter(requests), on_result))
 
     async def _run(self, requests, on_result) -> None:
         self.endpoints = [Endpoint(url) for url in self.server.urls]
-        if self.server.folder is None:  # the lease waited for one of them; each is compared with the target before its use
+        if (
+            self.server.folder is None
+        ):  # the lease waited for one of them; each is compared with the target before its use
             for endpoint in self.endpoints:
                 endpoint.take_down()
         self.following: deque[Request] = deque()
-        slots = Slots((FOLDER if self.server.folder else SERVERS) / "slots", self.runtime.concurrency)
+        slots = Slots(
+            (FOLDER if self.server.folder else SERVERS) / "slots", self.runtime.concurrency
+        )
         self.open = 0  # requests taken and not finished: while there are any, more may follow
         # A row that was in flight at several deaths of its server may be their cause: it goes on in ever smaller
         # company, until it dies alone or is cleared.
-        self.lanes = {2: asyncio.Semaphore(max(1, self.runtime.concurrency // 16)), 3: asyncio.Semaphore(1)}
+        self.lanes = {
+            2: asyncio.Semaphore(max(1, self.runtime.concurrency // 16)),
+            3: asyncio.Semaphore(1),
+        }
         # No limit of the client's own: a request's time runs from when it is sent, never from when it queues.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3)  # less than the server's 5 s
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=30)
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False) as self.session:
-            workers = asyncio.gather(*[self._work(requests, on_result, slots) for _ in range(self.runtime.concurrency)])
+        async with aiohttp.ClientSession(
+            connector=connector, timeout=timeout, trust_env=False
+        ) as self.session:
+            workers = asyncio.gather(
+                *[self._work(requests, on_result, slots) for _ in range(self.runtime.concurrency)]
+            )
             watch = asyncio.create_task(self._watch())
             try:
                 done, _ = await asyncio.wait([workers, watch], return_when=asyncio.FIRST_COMPLETED)
@@ -144,7 +181,12 @@ class SGLangEngine:
                     ids, reason = await self._ask(last, request)
                     return Result(request, ids, reason, tries=tries + deaths + 1)
                 except Permanent as failure:
-                    return Result(request, error=failure.reason, detail=failure.detail, tries=tries + deaths + 1)
+                    return Result(
+                        request,
+                        error=failure.reason,
+                        detail=failure.detail,
+                        tries=tries + deaths + 1,
+                    )
                 except Again as failure:
                     again = failure
             self.counts[again.reason] += 1
@@ -154,7 +196,9 @@ class SGLangEngine:
                 deaths += 1
             patience = self.runtime.request_timeout * self.runtime.max_tries
             if tries >= self.runtime.max_tries or deaths > 3 or time.monotonic() - begun > patience:
-                return Result(request, error=again.reason, detail=again.detail[:500], tries=tries + deaths)
+                return Result(
+                    request, error=again.reason, detail=again.detail[:500], tries=tries + deaths
+                )
             if again.down:
                 last.take_down()
                 continue
@@ -170,8 +214,12 @@ class SGLangEngine:
     async def _ask(self, endpoint: Endpoint, request: Request) -> tuple[list[int], str]:
         """(ids, "stop" or "length"). Raises Again or Permanent."""
         identity = f"{request.key}-{time.monotonic_ns():x}"  # names this try: an answer to an earlier one is no answer
-        body = {"rid": identity, "input_ids": request.prompt_ids, "stream": True,
-                "sampling_params": self._sampling_params(request)}
+        body = {
+            "rid": identity,
+            "input_ids": request.prompt_ids,
+            "stream": True,
+            "sampling_params": self._sampling_params(request),
+        }
         deadline = asyncio.timeout(self.runtime.request_timeout)
         try:
             async with deadline:
@@ -188,24 +236,37 @@ class SGLangEngine:
             return checked(last, request, identity, self.target.vocab_size)
         except TimeoutError:
             if endpoint.down_since:
-                raise Again("server_died", "it gave no token and was given up", costs=False, down=True) from None
-            raise Again("timeout", f"no whole answer in {self.runtime.request_timeout:.0f} s") from None
+                raise Again(
+                    "server_died", "it gave no token and was given up", costs=False, down=True
+                ) from None
+            raise Again(
+                "timeout", f"no whole answer in {self.runtime.request_timeout:.0f} s"
+            ) from None
         except aiohttp.ClientConnectorError as error:
             raise Again("no_connection", str(error), costs=False, down=True) from None
         except aiohttp.ClientPayloadError as error:
             raise Again("cut", str(error), down=True) from None
         except (aiohttp.ClientError, ConnectionError) as error:
-            raise Again("server_died", f"{type(error).__name__} {error}", costs=False, down=True) from None
+            raise Again(
+                "server_died", f"{type(error).__name__} {error}", costs=False, down=True
+            ) from None
         finally:
             endpoint.deadlines.discard(deadline)
 
     def _sampling_params(self, request: Request) -> dict[str, Any]:
         sampling = self.sampling
-        params = {"max_new_tokens": request.max_new_tokens, "temperature": sampling.temperature,
-                  "stream_interval": STREAM_INTERVAL}
+        params = {
+            "max_new_tokens": request.max_new_tokens,
+            "temperature": sampling.temperature,
+            "stream_interval": STREAM_INTERVAL,
+        }
         if sampling.temperature > 0:
             # The seed counts where the server runs with --enable-deterministic-inference.
-            params |= {"top_p": sampling.top_p, "top_k": sampling.top_k or -1, "sampling_seed": request.seed}
+            params |= {
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k or -1,
+                "sampling_seed": request.seed,
+            }
         return params
 
     async def _last_event(self, endpoint: Endpoint, response) -> bytes:
@@ -231,7 +292,9 @@ class SGLangEngine:
             for endpoint in self.endpoints:
                 if endpoint.down_since is not None:
                     if endpoint.probe is None:
-                        endpoint.probe = loop.run_in_executor(None, self.server.state, endpoint.url, min(patience, 60))
+                        endpoint.probe = loop.run_in_executor(
+                            None, self.server.state, endpoint.url, min(patience, 60)
+                        )
                     elif endpoint.probe.done():
                         probe, endpoint.probe = endpoint.probe, None
                         if probe.result() == "ready":
@@ -239,15 +302,20 @@ class SGLangEngine:
                 elif not endpoint.deadlines and not endpoint.failures:
                     endpoint.token_at = now
                 elif now - endpoint.token_at > patience:
-                    self.say(f"{endpoint.url}: {len(endpoint.deadlines)} requests and no token for {patience:.0f} s")
+                    self.say(
+                        f"{endpoint.url}: {len(endpoint.deadlines)} requests and no token for {patience:.0f} s"
+                    )
                     endpoint.take_down()
                     self.server.report_stuck()
                     for deadline in list(endpoint.deadlines):
                         deadline.reschedule(loop.time())
             if self.server.folder is None and all(
-                    e.down_since is not None and now - e.down_since > patience for e in self.endpoints):
-                raise Refusal(f"no token from {', '.join(self.server.urls)} for {patience:.0f} s; finished rows are kept: "
-                              "start a server and run the same command again")
+                e.down_since is not None and now - e.down_since > patience for e in self.endpoints
+            ):
+                raise Refusal(
+                    f"no token from {', '.join(self.server.urls)} for {patience:.0f} s; finished rows are kept: "
+                    "start a server and run the same command again"
+                )
 
     def _bring_back(self, endpoint: Endpoint) -> None:
         away = time.monotonic() - endpoint.down_since
@@ -257,7 +325,9 @@ class SGLangEngine:
             self.say(f"{endpoint.url} is back after {away:.0f} s")
 
 
-def checked(event: bytes, request: Request, identity: str, vocab_size: int) -> tuple[list[int], str]:
+def checked(
+    event: bytes, request: Request, identity: str, vocab_size: int
+) -> tuple[list[int], str]:
     """(ids, "stop" or "length") of an answer that is whole and belongs to `request`. Raises Again or Permanent."""
     try:
         answer = json.loads(event)
@@ -281,13 +351,21 @@ def checked(event: bytes, request: Request, identity: str, vocab_size: int) -> t
     if kind not in ("stop", "length") or not whole:
         raise Again("garbage", f"finish reason {kind!r}, {len(ids or [])} ids")
     if kind == "stop" and isinstance(finish.get("matched"), int) and ids[-1] != finish["matched"]:
-        raise Again("wrong_ids", f"stopped at token {finish['matched']}, but the last id is {ids[-1]}")
+        raise Again(
+            "wrong_ids", f"stopped at token {finish['matched']}, but the last id is {ids[-1]}"
+        )
     if max(ids) >= vocab_size or min(ids) < 0:
         raise Again("wrong_ids", f"id {max(ids)} in a vocabulary of {vocab_size}")
     if len(ids) > request.max_new_tokens or meta.get("completion_tokens", len(ids)) != len(ids):
-        raise Again("wrong_ids", f"{len(ids)} ids, {meta.get('completion_tokens')} counted, {request.max_new_tokens} asked")
+        raise Again(
+            "wrong_ids",
+            f"{len(ids)} ids, {meta.get('completion_tokens')} counted, {request.max_new_tokens} asked",
+        )
     if kind == "length" and len(ids) < request.max_new_tokens:
         raise Again("wrong_ids", f"cut at {len(ids)} ids, {request.max_new_tokens} asked")
     if meta.get("prompt_tokens", len(request.prompt_ids)) != len(request.prompt_ids):
-        raise Again("wrong_row", f"the server saw {meta['prompt_tokens']} prompt ids, not {len(request.prompt_ids)}")
+        raise Again(
+            "wrong_row",
+            f"the server saw {meta['prompt_tokens']} prompt ids, not {len(request.prompt_ids)}",
+        )
     return ids, kind

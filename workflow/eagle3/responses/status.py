@@ -17,8 +17,12 @@ from eagle3.serving.server import FOLDER, SERVERS, alive, read_state
 from eagle3.serving.supervisor import OPENER
 
 EVERY = 2.0  # seconds between two writes
-METRICS = {"num_running_reqs": "running", "num_queue_reqs": "queued", "token_usage": "KV cache",
-           "gen_throughput": "tokens/s"}
+METRICS = {
+    "num_running_reqs": "running",
+    "num_queue_reqs": "queued",
+    "token_usage": "KV cache",
+    "gen_throughput": "tokens/s",
+}
 
 
 class Status:
@@ -27,8 +31,15 @@ class Status:
     def __init__(self, path: Path, name: str, wanted: int, done: int, tokens: int):
         self.path, self.start, self.last = path, time.monotonic(), 0.0
         self.bar = Progress(f"generate@{name}", wanted, "rows", done=done)
-        self.state: dict[str, Any] = {"dataset": name, "process": [os.getpid(), start_time(os.getpid())],
-                                      "wanted": wanted, "done": done, "tokens": tokens, "answered": 0, "truncated": 0}
+        self.state: dict[str, Any] = {
+            "dataset": name,
+            "process": [os.getpid(), start_time(os.getpid())],
+            "wanted": wanted,
+            "done": done,
+            "tokens": tokens,
+            "answered": 0,
+            "truncated": 0,
+        }
         self.errors: Counter = Counter()
         self.made = 0  # tokens of this run
         self.minute: deque[tuple[float, int]] = deque()  # (time, tokens of this run until then)
@@ -68,20 +79,38 @@ class Status:
         began, before = self.minute[0]
         elapsed = max(now - self.start, 1e-9)
         rate = (self.state["done"] - self.bar.began_at) / elapsed
-        write_json(self.path, {
-            **self.state, "tokens": self.state["tokens"] + self.made, "tokens_made": self.made,
-            "seconds": round(elapsed, 3), "errors": dict(self.errors.most_common()),
-            "tokens_per_s": round(self.made / elapsed, 1),
-            "tokens_per_s_minute": round((self.made - before) / (now - began), 1) if now > began else None,
-            "seconds_left": round((self.state["wanted"] - self.state["done"]) / rate) if rate else None,
-            "updated": time.time()})
+        write_json(
+            self.path,
+            {
+                **self.state,
+                "tokens": self.state["tokens"] + self.made,
+                "tokens_made": self.made,
+                "seconds": round(elapsed, 3),
+                "errors": dict(self.errors.most_common()),
+                "tokens_per_s": round(self.made / elapsed, 1),
+                "tokens_per_s_minute": round((self.made - before) / (now - began), 1)
+                if now > began
+                else None,
+                "seconds_left": round((self.state["wanted"] - self.state["done"]) / rate)
+                if rate
+                else None,
+                "updated": time.time(),
+            },
+        )
 
 
 def of_dataset(name: str) -> str:
     """One line on a data set, whatever state it is in."""
-    path, published = Path(f".work/generate/{name}/status.json"), Path(f"data/responses/{name}") / responses.ROWS
+    path, published = (
+        Path(f".work/generate/{name}/status.json"),
+        Path(f"data/responses/{name}") / responses.ROWS,
+    )
     state = read_json(path) if path.exists() else {}
-    running = bool(state) and not state.get("ended") and start_time(state["process"][0]) == state["process"][1]
+    running = (
+        bool(state)
+        and not state.get("ended")
+        and start_time(state["process"][0]) == state["process"][1]
+    )
     if not state:
         if not published.exists():
             return f"{name}: nothing yet"
@@ -90,16 +119,26 @@ def of_dataset(name: str) -> str:
     parts = [f"{state['done']:,}/{state['wanted']:,} rows", f"{state['tokens']:,} tokens"]
     if running:
         if state["tokens_per_s_minute"] is not None:
-            parts.append(f"{state['tokens_per_s_minute']:,.0f} tokens/s in the last minute, "
-                         f"{state['tokens_per_s']:,.0f} overall")
+            parts.append(
+                f"{state['tokens_per_s_minute']:,.0f} tokens/s in the last minute, "
+                f"{state['tokens_per_s']:,.0f} overall"
+            )
         if state["seconds_left"] is not None:
             parts.append(f"{duration(state['seconds_left'])} left")
     if state["answered"]:
         parts.append(f"{state['truncated'] / state['answered']:.0%} cut")
     if state["errors"]:
-        parts.append("errors: " + ", ".join(f"{reason} {count}" for reason, count in state["errors"].items()))
+        parts.append(
+            "errors: " + ", ".join(f"{reason} {count}" for reason, count in state["errors"].items())
+        )
     ago = f"{duration(time.time() - state['updated'])} ago"
-    how = "running" if running else f"finished {ago}" if state.get("ended") == "finished" else f"stopped {ago}"
+    how = (
+        "running"
+        if running
+        else f"finished {ago}"
+        if state.get("ended") == "finished"
+        else f"stopped {ago}"
+    )
     return f"{name}: {how}, " + ", ".join(parts)
 
 
@@ -107,9 +146,12 @@ def of_server(endpoints: list[str]) -> list[str]:
     """A line for each server: its health, running requests, use of the KV cache."""
     if endpoints:
         return [f"server {url}: {metrics(url) or 'no answer'}" for url in endpoints]
-    elsewhere = [f"server on {path.parent.name}: {read_json(path)['phase']} when it last wrote, "
-                 f"{duration(time.time() - path.stat().st_mtime)} ago"
-                 for path in sorted(SERVERS.glob("*/state.json")) if path.parent != FOLDER]
+    elsewhere = [
+        f"server on {path.parent.name}: {read_json(path)['phase']} when it last wrote, "
+        f"{duration(time.time() - path.stat().st_mtime)} ago"
+        for path in sorted(SERVERS.glob("*/state.json"))
+        if path.parent != FOLDER
+    ]
     state = read_state()
     if not state:
         return elsewhere or ["server: none was started here"]
@@ -118,13 +160,23 @@ def of_server(endpoints: list[str]) -> list[str]:
 
 def _of_own_server(state: dict[str, Any]) -> list[str]:
     if not alive(state):
-        word = state["phase"] if state["phase"] in ("stopped", "failed") else "gone (its supervisor was killed)"
-        return [f"server {state['url']}: {word}" + (f": {state['reason']}" if state.get("reason") else "")]
+        word = (
+            state["phase"]
+            if state["phase"] in ("stopped", "failed")
+            else "gone (its supervisor was killed)"
+        )
+        return [
+            f"server {state['url']}: {word}"
+            + (f": {state['reason']}" if state.get("reason") else "")
+        ]
     since = duration(time.time() - state["since"])
     line = f"server {state['url']}: {state['phase']} for {since}, {state['restarts']} restarts"
     if state["phase"] == "ready":
         line += f", {metrics(state['url']) or 'no metrics'}"
-    return [line + (f" (the last: {state['last_crash'].splitlines()[0]})" if state.get("last_crash") else "")]
+    return [
+        line
+        + (f" (the last: {state['last_crash'].splitlines()[0]})" if state.get("last_crash") else "")
+    ]
 
 
 def metrics(url: str) -> str:
@@ -136,9 +188,16 @@ def metrics(url: str) -> str:
         return ""
     found = []
     for name, label in METRICS.items():
-        values = [float(value) for value in re.findall(rf"^sglang:{name}(?:{{[^}}]*}})? ([0-9.e+-]+)$", text, re.M)]
+        values = [
+            float(value)
+            for value in re.findall(rf"^sglang:{name}(?:{{[^}}]*}})? ([0-9.e+-]+)$", text, re.M)
+        ]
         if values:
-            found.append(f"{label} {max(values):.0%}" if name == "token_usage" else f"{label} {sum(values):,.0f}")
+            found.append(
+                f"{label} {max(values):.0%}"
+                if name == "token_usage"
+                else f"{label} {sum(values):,.0f}"
+            )
     return ", ".join(found)
 
 

@@ -34,7 +34,9 @@ class RowSampling(transformers.LogitsProcessor):
         position = input_ids.shape[1] - self.prompt_length
         noise = torch.empty(scores.shape, dtype=torch.float32)
         for row, seed in enumerate(self.seeds):
-            generator = torch.Generator().manual_seed((seed + 0x9E3779B97F4A7C15 * (position + 1)) % 2**63)
+            generator = torch.Generator().manual_seed(
+                (seed + 0x9E3779B97F4A7C15 * (position + 1)) % 2**63
+            )
             noise[row].exponential_(generator=generator)
         return scores.log_softmax(-1) - noise.log().to(scores.device)
 
@@ -48,13 +50,18 @@ class TransformersEngine:
 
     def __enter__(self) -> dict[str, Any]:
         self.model = self.target.load_model()
-        return {"engine": "transformers", "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-                "device": self.model.device.type}
+        return {
+            "engine": "transformers",
+            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+            "device": self.model.device.type,
+        }
 
     def __exit__(self, *_) -> None:
         self.model = None
 
-    def run(self, requests: Iterator[Request], on_result: Callable[[Result], Request | None]) -> None:
+    def run(
+        self, requests: Iterator[Request], on_result: Callable[[Result], Request | None]
+    ) -> None:
         waiting: list[Request] = []
         requests = iter(requests)
         while True:
@@ -62,7 +69,7 @@ class TransformersEngine:
             if not waiting:
                 return
             waiting.sort(key=lambda request: len(request.prompt_ids))
-            batch, waiting = waiting[-self.batch_size:], waiting[: -self.batch_size]
+            batch, waiting = waiting[-self.batch_size :], waiting[: -self.batch_size]
             for result in self._answer(batch):
                 if following := on_result(result):
                     waiting.append(following)
@@ -73,17 +80,32 @@ class TransformersEngine:
         pad = self.target.stop_ids[0]
         ids = torch.full((len(batch), longest), pad)
         attention = torch.zeros_like(ids)
-        for row, request in enumerate(batch):  # padding on the left, so that all answers begin at one place
-            ids[row, longest - len(request.prompt_ids):] = torch.tensor(request.prompt_ids)
-            attention[row, longest - len(request.prompt_ids):] = 1
+        for row, request in enumerate(
+            batch
+        ):  # padding on the left, so that all answers begin at one place
+            ids[row, longest - len(request.prompt_ids) :] = torch.tensor(request.prompt_ids)
+            attention[row, longest - len(request.prompt_ids) :] = 1
         processors = transformers.LogitsProcessorList()
         if self.sampling.temperature > 0:
-            processors.append(RowSampling([request.seed for request in batch], self.sampling, longest))
+            processors.append(
+                RowSampling([request.seed for request in batch], self.sampling, longest)
+            )
         output = self.model.generate(
-            input_ids=ids.to(self.model.device), attention_mask=attention.to(self.model.device), do_sample=False,
-            max_new_tokens=max(request.max_new_tokens for request in batch), eos_token_id=self.target.stop_ids,
-            pad_token_id=pad, logits_processor=processors, temperature=None, top_p=None, top_k=None)
-        return [self._cut(request, answer) for request, answer in zip(batch, output[:, longest:].tolist())]
+            input_ids=ids.to(self.model.device),
+            attention_mask=attention.to(self.model.device),
+            do_sample=False,
+            max_new_tokens=max(request.max_new_tokens for request in batch),
+            eos_token_id=self.target.stop_ids,
+            pad_token_id=pad,
+            logits_processor=processors,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+        )
+        return [
+            self._cut(request, answer)
+            for request, answer in zip(batch, output[:, longest:].tolist())
+        ]
 
     def _cut(self, request: Request, ids: list[int]) -> Result:
         ids = ids[: request.max_new_tokens]

@@ -23,10 +23,21 @@ from eagle3.serving import supervisor
 from eagle3.target.model import Target
 
 SERVERS = Path(".work/server")
-FOLDER = SERVERS / platform.node()  # a process number means something on its own machine only, and .work may be shared
-NUMERICS = {"model-path": "target.source", "dtype": "target.dtype", "kv-cache-dtype": "target.kv_cache_dtype",
-            "quantization": "target.quantization", "context-length": "target.context_length"}
-OURS = {"host": "server.host", "port": "server.port", "weight-version": "nothing, since it carries the target's digest"}
+FOLDER = (
+    SERVERS / platform.node()
+)  # a process number means something on its own machine only, and .work may be shared
+NUMERICS = {
+    "model-path": "target.source",
+    "dtype": "target.dtype",
+    "kv-cache-dtype": "target.kv_cache_dtype",
+    "quantization": "target.quantization",
+    "context-length": "target.context_length",
+}
+OURS = {
+    "host": "server.host",
+    "port": "server.port",
+    "weight-version": "nothing, since it carries the target's digest",
+}
 
 
 def flags_for(settings, target: Target, more: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -36,14 +47,23 @@ def flags_for(settings, target: Target, more: dict[str, Any] | None = None) -> d
     """
     for name in settings.flags:
         if owner := NUMERICS.get(name.replace("_", "-")) or OURS.get(name.replace("_", "-")):
-            raise Refusal(f"server.flags.{name} is {settings.flags[name]!r}, but that flag is set by {owner}; "
-                          "remove it from server.flags")
+            raise Refusal(
+                f"server.flags.{name} is {settings.flags[name]!r}, but that flag is set by {owner}; "
+                "remove it from server.flags"
+            )
     info = target.info
-    derived = {"model-path": str(target.path.resolve()), "host": settings.host, "port": settings.port,
-               "dtype": info["dtype"], "context-length": info["context_length"], "weight-version": target.digest,
-               "quantization": info["quantization"], "trust-remote-code": info["trust_remote_code"],
-               "kv-cache-dtype": None if info["kv_cache_dtype"] == "auto" else info["kv_cache_dtype"],
-               "enable-metrics": True}
+    derived = {
+        "model-path": str(target.path.resolve()),
+        "host": settings.host,
+        "port": settings.port,
+        "dtype": info["dtype"],
+        "context-length": info["context_length"],
+        "weight-version": target.digest,
+        "quantization": info["quantization"],
+        "trust-remote-code": info["trust_remote_code"],
+        "kv-cache-dtype": None if info["kv_cache_dtype"] == "auto" else info["kv_cache_dtype"],
+        "enable-metrics": True,
+    }
     given = {name.replace("_", "-"): value for name, value in settings.flags.items()}
     return {**derived, **given, **(more or {})}
 
@@ -58,34 +78,55 @@ def command_line(settings, flags: dict[str, Any]) -> list[str]:
     return words
 
 
-def specification(settings, target: Target, more: dict[str, Any] | None = None,
-                  environment: dict[str, str] | None = None) -> dict[str, Any]:
+def specification(
+    settings,
+    target: Target,
+    more: dict[str, Any] | None = None,
+    environment: dict[str, str] | None = None,
+) -> dict[str, Any]:
     """spec.json: all that a supervisor must know. `digest` names the configuration."""
     command = command_line(settings, flags_for(settings, target, more))
-    variables = {name: str(value) for name, value in {**settings.environment, **(environment or {})}.items()}
+    variables = {
+        name: str(value) for name, value in {**settings.environment, **(environment or {})}.items()
+    }
     host = "127.0.0.1" if settings.host == "0.0.0.0" else settings.host
-    return {"command": command, "environment": variables, "digest": digest_of([command, variables]),
-            "host": settings.host, "port": settings.port, "url": f"http://{host}:{settings.port}",
-            "start_timeout": settings.start_timeout, "idle_timeout": settings.idle_timeout,
-            "stop_timeout": settings.stop_timeout, "max_restarts": settings.max_restarts,
-            "backoff": settings.restart_backoff, "driver": driving_ancestors()[-1:]}
+    return {
+        "command": command,
+        "environment": variables,
+        "digest": digest_of([command, variables]),
+        "host": settings.host,
+        "port": settings.port,
+        "url": f"http://{host}:{settings.port}",
+        "start_timeout": settings.start_timeout,
+        "idle_timeout": settings.idle_timeout,
+        "stop_timeout": settings.stop_timeout,
+        "max_restarts": settings.max_restarts,
+        "backoff": settings.restart_backoff,
+        "driver": driving_ancestors()[-1:],
+    }
 
 
 def refuse_if_other(found: dict[str, Any], target: Target, url: str) -> None:
     """Compares what a server reports with what was asked for. Raises Refusal naming the field and both values."""
     info = target.info
     if found["weight_version"] != target.digest:
-        same = found["weight_version"] in (None, "default") and found["model_path"] and (
-            os.path.realpath(found["model_path"]) == os.path.realpath(target.path))
+        same = (
+            found["weight_version"] in (None, "default")
+            and found["model_path"]
+            and (os.path.realpath(found["model_path"]) == os.path.realpath(target.path))
+        )
         if not same:
             raise Refusal(
                 f"the server at {url} runs {found['model_path']} (weight version {found['weight_version']}), not "
-                f"{target.path} (digest {target.digest}); start it with `--weight-version {target.digest}` if it is it")
+                f"{target.path} (digest {target.digest}); start it with `--weight-version {target.digest}` if it is it"
+            )
     for field in ("kv_cache_dtype", "quantization", "dtype", "context_length"):
         asked, reported = info[field], found.get(field)
         if (asked or "auto") != (reported or "auto"):
-            raise Refusal(f"the server at {url} reports {field} {reported!r}, but target.{field} is {asked!r}; restart "
-                          f"the server, or set target.{field} to what it reports")
+            raise Refusal(
+                f"the server at {url} reports {field} {reported!r}, but target.{field} is {asked!r}; restart "
+                f"the server, or set target.{field} to what it reports"
+            )
 
 
 class Lease:
@@ -94,10 +135,12 @@ class Lease:
     def __init__(self, urls: list[str], target: Target, folder: Path | None):
         self.urls, self.target, self.folder = urls, target, folder
         self.fingerprint: dict[str, Any] = {}
-        self.stuck: int | None = None  # the process that was reported stuck; not ready again until another has its place
+        self.stuck: int | None = (
+            None  # the process that was reported stuck; not ready again until another has its place
+        )
 
     def state(self, url: str, patience: float = 60) -> str:
-        """"ready", or "down" while it may come back. Raises Refusal if it will not, or is not what was asked for.
+        """ "ready", or "down" while it may come back. Raises Refusal if it will not, or is not what was asked for.
 
         For a server that a supervisor owns its word counts; another one must generate a token within `patience` s.
         """
@@ -111,8 +154,10 @@ class Lease:
             return "ready"
         state = read_state(self.folder)
         if not alive(state):
-            raise Refusal(f"the supervisor of the server ended; see {self.folder / 'supervisor.log'}, then run the same "
-                          "command again: finished rows are kept")
+            raise Refusal(
+                f"the supervisor of the server ended; see {self.folder / 'supervisor.log'}, then run the same "
+                "command again: finished rows are kept"
+            )
         if state["phase"] == "failed":
             raise Refusal(state["reason"])
         if state["phase"] != "ready" or state["server"] == self.stuck:
@@ -132,11 +177,16 @@ class Lease:
         while True:
             for url in self.urls:
                 if self.state(url) == "ready":
-                    self.fingerprint = (read_state(self.folder)["fingerprint"] if self.folder
-                                        else supervisor.fingerprint(url))
+                    self.fingerprint = (
+                        read_state(self.folder)["fingerprint"]
+                        if self.folder
+                        else supervisor.fingerprint(url)
+                    )
                     return
             if time.monotonic() > end:
-                raise Refusal(f"no token from {', '.join(self.urls)} within {patience:.0f} s; are the servers running?")
+                raise Refusal(
+                    f"no token from {', '.join(self.urls)} within {patience:.0f} s; are the servers running?"
+                )
             time.sleep(0.1 if self.folder else 2)
 
 
@@ -151,8 +201,13 @@ def alive(state: dict[str, Any]) -> bool:
 
 
 @contextlib.contextmanager
-def lease(settings, target: Target, more: dict[str, Any] | None = None, environment: dict[str, str] | None = None,
-          say: Callable[[str], None] = print) -> Iterator[Lease]:
+def lease(
+    settings,
+    target: Target,
+    more: dict[str, Any] | None = None,
+    environment: dict[str, str] | None = None,
+    say: Callable[[str], None] = print,
+) -> Iterator[Lease]:
     """A server in this configuration, ready, for as long as the block lasts. `more`, `environment`: a stage's own
     flags and variables. Raises Refusal if it cannot be had: the log's tail, a port that is taken, another model."""
     if settings.endpoints:
@@ -195,13 +250,19 @@ def _attach(folder: Path, spec: dict[str, Any], holders, say) -> None:
     while True:
         with open(folder / "door", "a") as door:
             fcntl.flock(door, fcntl.LOCK_EX)
-            fcntl.flock(holders, fcntl.LOCK_SH)  # waits while a supervisor makes up its mind to stop
+            fcntl.flock(
+                holders, fcntl.LOCK_SH
+            )  # waits while a supervisor makes up its mind to stop
             state = read_state(folder)
             if not alive(state):
                 _clean_up(state, say)
                 _spawn(folder, spec, say)
                 return
-            if state["digest"] == spec["digest"] and state["phase"] in ("starting", "ready", "restarting"):
+            if state["digest"] == spec["digest"] and state["phase"] in (
+                "starting",
+                "ready",
+                "restarting",
+            ):
                 return
             if _others(holders):
                 wait = f"the server at {state['url']} runs in another configuration and is in use; waiting for it"
@@ -240,13 +301,26 @@ def _spawn(folder: Path, spec: dict[str, Any], say) -> None:
     spec = {**spec, "driver": spec["driver"] or [(os.getpid(), start_time(os.getpid()))]}
     write_json(folder / "spec.json", spec)
     say(f"starting a server: {' '.join(spec['command'])}  (log {folder / 'server.log'})")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(
-        [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(
+            [
+                str(Path(__file__).resolve().parents[2]),
+                *filter(None, [os.environ.get("PYTHONPATH")]),
+            ]
+        ),
+    }
     # The server itself gets this process's variables: its PYTHONPATH is not ours to set.
     environment["EAGLEMAKE_PYTHONPATH"] = os.environ.get("PYTHONPATH", "")
     with open(folder / "supervisor.log", "ab") as log:
-        process = subprocess.Popen([sys.executable, "-m", "eagle3.serving.supervisor", str(folder)], stdin=subprocess.DEVNULL,
-                                   stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "eagle3.serving.supervisor", str(folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
     while not ((state := read_state(folder)) and state["supervisor"][0] == process.pid):
         if process.poll() is not None:
             raise Refusal(f"the server's supervisor ended at once; see {folder / 'supervisor.log'}")
@@ -259,5 +333,7 @@ def _end_supervisor(state: dict[str, Any], patience: float = 120) -> None:
     end = time.monotonic() + patience
     while alive(state):
         if time.monotonic() > end:
-            raise Refusal(f"the supervisor, process {state['supervisor'][0]}, does not end; kill it by hand")
+            raise Refusal(
+                f"the supervisor, process {state['supervisor'][0]}, does not end; kill it by hand"
+            )
         time.sleep(0.05)

@@ -32,7 +32,9 @@ from eagle3.core.process import children, die_with_parent, start_time
 MARK = "EAGLEMAKE_SERVER"  # in the environment of every server: the folder that it belongs to
 PR_SET_CHILD_SUBREAPER = 36
 STEADY = 600  # seconds of service after which earlier crashes are forgotten
-OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy has no business with a local server
+OPENER = urllib.request.build_opener(
+    urllib.request.ProxyHandler({})
+)  # a proxy has no business with a local server
 
 
 def fetch(url: str, body: Any = None, timeout: float = 10) -> Any:
@@ -46,7 +48,10 @@ def fetch(url: str, body: Any = None, timeout: float = 10) -> Any:
 def generates(url: str, timeout: float) -> bool:
     """Whether the server answers with a token: the only sign that counts. Open ports and green health pages come
     minutes before, and stay after the scheduler has died."""
-    body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}}
+    body = {
+        "input_ids": [1, 2, 3],
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True},
+    }
     try:
         answer = fetch(f"{url}/generate", body, timeout)
         return len(answer["output_ids"]) == 1
@@ -57,7 +62,10 @@ def generates(url: str, timeout: float) -> bool:
 def fingerprint(url: str, timeout: float = 60) -> dict[str, Any]:
     """What the running server says of itself, by the names that its versions share. Raises OSError or ValueError."""
     model, server = {}, {}
-    for found, names in ((model, ("model_info", "get_model_info")), (server, ("server_info", "get_server_info"))):
+    for found, names in (
+        (model, ("model_info", "get_model_info")),
+        (server, ("server_info", "get_server_info")),
+    ):
         for name in names:
             try:
                 found.update(fetch(f"{url}/{name}", timeout=timeout))
@@ -66,9 +74,21 @@ def fingerprint(url: str, timeout: float = 60) -> dict[str, Any]:
                 if error.code not in (404, 405):
                     raise
     return {
-        "model_path": model.get("model_path"), "weight_version": model.get("weight_version"),
-        **{name: server.get(name) for name in ("version", "dtype", "quantization", "kv_cache_dtype", "context_length",
-                                               "tp_size", "speculative_algorithm")}}
+        "model_path": model.get("model_path"),
+        "weight_version": model.get("weight_version"),
+        **{
+            name: server.get(name)
+            for name in (
+                "version",
+                "dtype",
+                "quantization",
+                "kv_cache_dtype",
+                "context_length",
+                "tp_size",
+                "speculative_algorithm",
+            )
+        },
+    }
 
 
 def members(group: int) -> list[int]:
@@ -137,7 +157,13 @@ def port_holder(port: int) -> int | None:
 
 def command_of(pid: int | None) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()[:120]
+        return (
+            Path(f"/proc/{pid}/cmdline")
+            .read_bytes()
+            .replace(b"\0", b" ")
+            .decode(errors="replace")
+            .strip()[:120]
+        )
     except OSError:
         return "unknown"
 
@@ -158,13 +184,24 @@ class Supervisor:
         self.idle_since: float | None = None
         self.ready = 0.0
         self.state: dict[str, Any] = {
-            "supervisor": [os.getpid(), start_time(os.getpid())], "url": self.spec["url"], "digest": self.spec["digest"],
-            "log": str(self.log), "restarts": 0}
+            "supervisor": [os.getpid(), start_time(os.getpid())],
+            "url": self.spec["url"],
+            "digest": self.spec["digest"],
+            "log": str(self.log),
+            "restarts": 0,
+        }
 
     def tell(self, phase: str, **more) -> None:
-        self.state.update(phase=phase, since=time.time(), server=self.server.pid if self.server else None, **more)
+        self.state.update(
+            phase=phase, since=time.time(), server=self.server.pid if self.server else None, **more
+        )
         write_json(self.folder / "state.json", self.state)
-        print(time.strftime("%F %T"), phase, {k: v for k, v in more.items() if k != "fingerprint"}, flush=True)
+        print(
+            time.strftime("%F %T"),
+            phase,
+            {k: v for k, v in more.items() if k != "fingerprint"},
+            flush=True,
+        )
 
     def run(self) -> None:
         """The whole life. Ends by itself; whatever happens, the server is gone afterwards."""
@@ -194,7 +231,9 @@ class Supervisor:
             if self.restarts > self.spec["max_restarts"] or not self.state.get("fingerprint"):
                 raise Failed(cause)
             pause = min(60.0, self.spec["backoff"] * 2 ** min(self.restarts - 1, 5))
-            self.tell("restarting", reason=cause, last_crash=cause, restarts=self.crashes, pause=pause)
+            self.tell(
+                "restarting", reason=cause, last_crash=cause, restarts=self.crashes, pause=pause
+            )
             end = time.monotonic() + pause
             while time.monotonic() < end:
                 if not self._wanted():
@@ -205,21 +244,35 @@ class Supervisor:
         self._free_port()
         self.stuck = False
         environment = {**os.environ, MARK: str(self.folder)}
-        environment["PYTHONPATH"] = environment.pop("EAGLEMAKE_PYTHONPATH", "")  # the user's, not this process's
+        environment["PYTHONPATH"] = environment.pop(
+            "EAGLEMAKE_PYTHONPATH", ""
+        )  # the user's, not this process's
         environment.update(self.spec["environment"])
         with open(self.log, "ab") as log:
             log.write(f"\n--- {time.strftime('%F %T')} {' '.join(self.spec['command'])}\n".encode())
             self.log_start = log.tell()
             try:
                 self.server = subprocess.Popen(
-                    self.spec["command"], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                    env=environment, start_new_session=True, preexec_fn=die_with_parent)
+                    self.spec["command"],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    start_new_session=True,
+                    preexec_fn=die_with_parent,
+                )
             except OSError as error:
-                raise Failed(f"cannot run {self.spec['command'][0]} ({error.strerror}); set server.python or "
-                             "server.command in params.yaml") from None
+                raise Failed(
+                    f"cannot run {self.spec['command'][0]} ({error.strerror}); set server.python or "
+                    "server.command in params.yaml"
+                ) from None
         self.guard = subprocess.Popen(
-            ["/bin/sh", "-c", 'read _; kill -9 "-$0"', str(self.server.pid)], stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+            ["/bin/sh", "-c", 'read _; kill -9 "-$0"', str(self.server.pid)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         self.tell("starting")
 
     def _free_port(self) -> None:
@@ -231,15 +284,24 @@ class Supervisor:
             holder = port_holder(port)
             owner = belongs_to(holder) if holder else None
             if owner == str(self.folder):
-                print(f"port {port} was held by process {holder}, the orphan of a killed run; ended it", flush=True)
-                self.state["note"] = f"ended process {holder}, the orphan of a killed run, which held port {port}"
+                print(
+                    f"port {port} was held by process {holder}, the orphan of a killed run; ended it",
+                    flush=True,
+                )
+                self.state["note"] = (
+                    f"ended process {holder}, the orphan of a killed run, which held port {port}"
+                )
                 kill_group(os.getpgid(holder))
                 continue
             if owner:
-                raise Failed(f"port {port} is held by process {holder}, the server of the build in {owner}; wait for "
-                             "it, or set server.port")
-            raise Failed(f"port {port} is held by process {holder or 'of another user'} ({command_of(holder)}); stop "
-                         "it, set server.port, or name it in server.endpoints if it serves this target")
+                raise Failed(
+                    f"port {port} is held by process {holder}, the server of the build in {owner}; wait for "
+                    "it, or set server.port"
+                )
+            raise Failed(
+                f"port {port} is held by process {holder or 'of another user'} ({command_of(holder)}); stop "
+                "it, set server.port, or name it in server.endpoints if it serves this target"
+            )
         raise Failed(f"port {port} does not become free; set server.port")
 
     def _bring_up(self) -> str | None:
@@ -248,7 +310,9 @@ class Supervisor:
         first = threading.Event()
 
         def probe(process=self.server):
-            while process.poll() is None and not generates(self.spec["url"], self.spec["start_timeout"]):
+            while process.poll() is None and not generates(
+                self.spec["url"], self.spec["start_timeout"]
+            ):
                 time.sleep(0.5)
             first.set()
 
@@ -301,8 +365,13 @@ class Supervisor:
             now = time.monotonic()
             self.idle_since = self.idle_since or now
             phase = self.state.get("phase")
-            if phase != "failed" and any(start_time(pid) == start for pid, start in self.spec["driver"]):
-                if phase != "ready" or now - max(self.idle_since, self.ready) < self.spec["idle_timeout"]:
+            if phase != "failed" and any(
+                start_time(pid) == start for pid, start in self.spec["driver"]
+            ):
+                if (
+                    phase != "ready"
+                    or now - max(self.idle_since, self.ready) < self.spec["idle_timeout"]
+                ):
                     return True
             if phase != "failed":
                 self.tell("stopping")
@@ -312,7 +381,9 @@ class Supervisor:
         if self.server is None:
             return
         kill_group(self.server.pid, self.spec["stop_timeout"] if self.server.poll() is None else 0)
-        for pid in children(os.getpid()):  # workers that left the group come here when their parent dies
+        for pid in children(
+            os.getpid()
+        ):  # workers that left the group come here when their parent dies
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -327,7 +398,9 @@ class Supervisor:
         """The last lines of the present server's log."""
         with open(self.log, "rb") as log:
             log.seek(max(self.log_start, log.seek(0, os.SEEK_END) - 65536))
-            last = deque((line.decode(errors="replace").rstrip() for line in log if line.strip()), lines)
+            last = deque(
+                (line.decode(errors="replace").rstrip() for line in log if line.strip()), lines
+            )
         return f"end of {self.log}:\n  " + "\n  ".join(last or ["(it wrote nothing)"])
 
 

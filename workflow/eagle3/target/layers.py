@@ -17,10 +17,16 @@ def captured_layers(num_layers: int, wanted: list[int] | None = None) -> list[in
     [2, 30, 58]
     """
     layers = list(wanted) if wanted is not None else [2, num_layers // 2, num_layers - 3]
-    if len(layers) != 3 or sorted(set(layers)) != layers or layers[0] < 0 or layers[-1] >= num_layers:
+    if (
+        len(layers) != 3
+        or sorted(set(layers)) != layers
+        or layers[0] < 0
+        or layers[-1] >= num_layers
+    ):
         raise Refusal(
             f"hidden_states.layers {layers} do not fit a target of {num_layers} layers: three rising numbers from 0 to "
-            f"{num_layers - 1} are needed{'; set them in params.yaml' if wanted is None else ''}")
+            f"{num_layers - 1} are needed{'; set them in params.yaml' if wanted is None else ''}"
+        )
     return layers
 
 
@@ -44,7 +50,9 @@ def config_ids(captured: list[int], convention: str) -> list[int]:
     else:
         ids = list(captured)
     if ids[0] < 0 or served_layers(ids, convention) != captured:
-        raise Refusal(f"captured layers {captured} cannot be written in the convention {convention}; choose others")
+        raise Refusal(
+            f"captured layers {captured} cannot be written in the convention {convention}; choose others"
+        )
     return ids
 
 

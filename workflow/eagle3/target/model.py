@@ -10,8 +10,16 @@ from eagle3.core.errors import Refusal
 from eagle3.core.files import digest_file, digest_of, read_json
 from eagle3.core.progress import Progress
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
-                   "vocab.json", "merges.txt", "tiktoken.model", "chat_template.jinja")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "tiktoken.model",
+    "chat_template.jinja",
+)
 
 
 class Target:
@@ -25,7 +33,9 @@ class Target:
         self.info = read_json(self.folder / "target.json")
         self.path = Path(self.info["path"]) if self.info.get("path") else self.folder / "model"
         if not (self.path / "config.json").exists():
-            raise Refusal(f"the target's files are not at {self.path}; set target.source in params.yaml")
+            raise Refusal(
+                f"the target's files are not at {self.path}; set target.source in params.yaml"
+            )
 
     @property
     def digest(self) -> str:
@@ -37,8 +47,19 @@ class Target:
         """config.json; of multi-modal models the text part, with what it inherits from the top."""
         config = read_json(self.path / "config.json")
         if "text_config" in config:
-            outer = {k: v for k, v in config.items() if k in ("torch_dtype", "dtype", "tie_word_embeddings",
-                                                               "bos_token_id", "eos_token_id", "pad_token_id")}
+            outer = {
+                k: v
+                for k, v in config.items()
+                if k
+                in (
+                    "torch_dtype",
+                    "dtype",
+                    "tie_word_embeddings",
+                    "bos_token_id",
+                    "eos_token_id",
+                    "pad_token_id",
+                )
+            }
             return {**outer, **config["text_config"]}
         return config
 
@@ -58,7 +79,9 @@ class Target:
     def tokenizer(self):
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.path, trust_remote_code=self.info["trust_remote_code"])
+        return AutoTokenizer.from_pretrained(
+            self.path, trust_remote_code=self.info["trust_remote_code"]
+        )
 
     @cached_property
     def stop_ids(self) -> list[int]:
@@ -81,9 +104,13 @@ class Target:
         dtype = dtype or self.info["dtype"]
         kind = read_json(self.path / "config.json").get("model_type")
         multimodal = kind in CONFIG_MAPPING_NAMES and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        model = (AutoModelForImageTextToText if multimodal else AutoModelForCausalLM).from_pretrained(
-            self.path, dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-            trust_remote_code=self.info["trust_remote_code"])
+        model = (
+            AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+        ).from_pretrained(
+            self.path,
+            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            trust_remote_code=self.info["trust_remote_code"],
+        )
         return model.to("cuda" if torch.cuda.is_available() else "cpu").eval().requires_grad_(False)
 
     @cached_property
@@ -104,7 +131,11 @@ class Target:
         from safetensors import safe_open
 
         for ending in endings:
-            names = [n for n in self._tensor_files if re.search(rf"(^|\.){re.escape(ending)}$", n) and "vision" not in n]
+            names = [
+                n
+                for n in self._tensor_files
+                if re.search(rf"(^|\.){re.escape(ending)}$", n) and "vision" not in n
+            ]
             if names:
                 name = min(names, key=len)
                 with safe_open(self._tensor_files[name], "pt") as tensors:
@@ -117,7 +148,9 @@ class Target:
 
     def head(self):
         """Output projection [V, H]; the embedding where they are tied."""
-        if self.config.get("tie_word_embeddings") and not any(n.endswith("lm_head.weight") for n in self._tensor_files):
+        if self.config.get("tie_word_embeddings") and not any(
+            n.endswith("lm_head.weight") for n in self._tensor_files
+        ):
             return self.embedding()
         return self.tensor("lm_head.weight")
 
@@ -142,12 +175,16 @@ def convert_gguf(file: Path, folder: Path) -> None:
     with mock.patch.object(gguf, "GGUFReader", lru_cache(gguf.GGUFReader)):
         tokenizer = AutoTokenizer.from_pretrained(**source)
         model = AutoModelForCausalLM.from_pretrained(
-            **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True))
+            **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+        )
         pre_tokenizer = _gguf_pre_tokenizer(gguf.GGUFReader(str(file)))
     if pre_tokenizer == "smollm":
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True),
-             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)])
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+            ]
+        )
     tokenizer.model_max_length = model.config.max_position_embeddings
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -164,7 +201,9 @@ def describe(path: Path, params, outside: bool) -> dict[str, Any]:
     text = config.get("text_config", config)
     for key in ("hidden_size", "vocab_size", "num_hidden_layers"):
         if key not in text:
-            raise Refusal(f"{path / 'config.json'} has no {key}; it is not a language model that can be drafted for")
+            raise Refusal(
+                f"{path / 'config.json'} has no {key}; it is not a language model that can be drafted for"
+            )
     weights = {}
     files = sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".bin"))
     if not files:
@@ -173,9 +212,16 @@ def describe(path: Path, params, outside: bool) -> dict[str, Any]:
         for file in files:
             weights[file.name] = digest_file(file)
             bar.add(1, bytes=file.stat().st_size)
-    tokenizer = {name: digest_file(path / name) for name in TOKENIZER_FILES if (path / name).exists()}
-    identity = {"weights": weights, "tokenizer": tokenizer, "config": {k: v for k, v in config.items()
-                                                                      if k not in ("_name_or_path", "transformers_version")}}
+    tokenizer = {
+        name: digest_file(path / name) for name in TOKENIZER_FILES if (path / name).exists()
+    }
+    identity = {
+        "weights": weights,
+        "tokenizer": tokenizer,
+        "config": {
+            k: v for k, v in config.items() if k not in ("_name_or_path", "transformers_version")
+        },
+    }
     return {
         "path": str(path.resolve()) if outside else None,
         "digest": digest_of(identity),
@@ -197,8 +243,13 @@ def describe(path: Path, params, outside: bool) -> dict[str, Any]:
 
 def numerics(info: dict[str, Any]) -> dict[str, Any]:
     """What decides the target's answers, by name: the fields that a numerics fingerprint compares."""
-    keys = ("weights_digest", "tokenizer_digest", "dtype", "quantization", "kv_cache_dtype", "chat_template_kwargs",
-            "template_date")
+    keys = (
+        "weights_digest",
+        "tokenizer_digest",
+        "dtype",
+        "quantization",
+        "kv_cache_dtype",
+        "chat_template_kwargs",
+        "template_date",
+    )
     return {key: info[key] for key in keys}
-
-

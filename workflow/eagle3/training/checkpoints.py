@@ -23,9 +23,13 @@ class Checkpoints:
         self.identity, self.keep = identity, keep
         self.key = digest_of(identity)
         self.folder = Path(root) / self.key[:16]
-        others = sorted((p.parent for p in Path(root).glob("*/identity.json") if p.parent != self.folder),
-                        key=lambda folder: (folder / "identity.json").stat().st_mtime_ns)
-        self.other = differences(read_json(others[-1] / "identity.json"), identity) if others else []
+        others = sorted(
+            (p.parent for p in Path(root).glob("*/identity.json") if p.parent != self.folder),
+            key=lambda folder: (folder / "identity.json").stat().st_mtime_ns,
+        )
+        self.other = (
+            differences(read_json(others[-1] / "identity.json"), identity) if others else []
+        )
         for folder in others[:-1]:
             shutil.rmtree(folder)
         for folder in others[-1:]:
@@ -48,19 +52,30 @@ class Checkpoints:
             except Exception:  # torch raises whatever its unpickler meets
                 continue
             if state["key"] != self.key:
-                raise Refusal(f"{path} belongs to another run ({state['key'][:12]}, not {self.key[:12]}); delete it")
+                raise Refusal(
+                    f"{path} belongs to another run ({state['key'][:12]}, not {self.key[:12]}); delete it"
+                )
             return state
         return None
 
 
 def _files(folder: Path) -> list[Path]:
-    found = [(int(m[1]), p) for p in folder.glob("update-*.pt") if (m := re.search(r"update-(\d+)\.pt$", p.name))]
+    found = [
+        (int(m[1]), p)
+        for p in folder.glob("update-*.pt")
+        if (m := re.search(r"update-(\d+)\.pt$", p.name))
+    ]
     return [path for _, path in sorted(found)]
 
 
 def differences(earlier: Any, now: Any, name: str = "") -> list[str]:
     """What differs between two nested values, key by key: 'params.lr 0.0001, now 0.0002'."""
     if isinstance(earlier, dict) and isinstance(now, dict):
-        return [line for key in dict.fromkeys([*now, *earlier])
-                for line in differences(earlier.get(key), now.get(key), f"{name}.{key}" if name else str(key))]
+        return [
+            line
+            for key in dict.fromkeys([*now, *earlier])
+            for line in differences(
+                earlier.get(key), now.get(key), f"{name}.{key}" if name else str(key)
+            )
+        ]
     return [] if digest_of(earlier) == digest_of(now) else [f"{name} {earlier!r}, now {now!r}"]

@@ -32,7 +32,9 @@ def of(weight: Tensor, by: Tensor | None) -> Iterator[None]:
     if by is None:
         yield
         return
-    mine = weight.to_local() if hasattr(weight, "to_local") else weight  # FSDP2: whole columns of some rows
+    mine = (
+        weight.to_local() if hasattr(weight, "to_local") else weight
+    )  # FSDP2: whole columns of some rows
     mine = mine.detach()
     before = mine.clone()
     yield

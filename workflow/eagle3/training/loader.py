@@ -21,7 +21,9 @@ class Reader:
 
     def rows(self, indices: list[int]) -> list[dict[str, Any]]:
         if not hasattr(self.local, "data"):
-            self.local.data = copy.copy(self.data)  # its open files are left out, as for worker processes
+            self.local.data = copy.copy(
+                self.data
+            )  # its open files are left out, as for worker processes
         return [self.local.data[i] for i in indices]
 
 
@@ -44,7 +46,9 @@ def ahead(work: Callable[[Any], Any], items: Iterable[Any], threads: int) -> Ite
                 future.cancel()
 
 
-def on_device(batches: Iterable[tuple[Any, Any]], device: torch.device) -> Iterator[tuple[Any, Any]]:
+def on_device(
+    batches: Iterable[tuple[Any, Any]], device: torch.device
+) -> Iterator[tuple[Any, Any]]:
     """(anything, layout or None) pairs with the layout on the device. On a GPU the copy of the next one runs on a stream of
     its own, beside the work on this one."""
     if device.type != "cuda":
@@ -58,7 +62,9 @@ def on_device(batches: Iterable[tuple[Any, Any]], device: torch.device) -> Itera
         if layout is not None:
             with torch.cuda.stream(stream):
                 moved, copied = layout.to(device), stream.record_event()
-        waiting.append((what, layout, moved, copied))  # the pinned original lives until its copy is used
+        waiting.append(
+            (what, layout, moved, copied)
+        )  # the pinned original lives until its copy is used
         if len(waiting) > 1:
             yield _arrived(waiting.popleft(), device)
     while waiting:

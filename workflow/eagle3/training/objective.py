@@ -17,10 +17,17 @@ class Objective(nn.Module):
 
     def __init__(self, drafter: Drafter, head: Tensor, params):
         super().__init__()
-        self.drafter, self.readable = drafter, params.path == "readable" or drafter.config["hidden_act"] != "silu"
-        self.recipe = unrolled.Recipe(params.steps, getattr(torch, params.dtype), params.loss, params.matmul == "fp8")
+        self.drafter, self.readable = (
+            drafter,
+            params.path == "readable" or drafter.config["hidden_act"] != "silu",
+        )
+        self.recipe = unrolled.Recipe(
+            params.steps, getattr(torch, params.dtype), params.loss, params.matmul == "fp8"
+        )
         self.register_buffer("head", head, persistent=False)
-        self.register_buffer("draft_head", head[drafter.draft_ids].to(self.recipe.dtype), persistent=False)
+        self.register_buffer(
+            "draft_head", head[drafter.draft_ids].to(self.recipe.dtype), persistent=False
+        )
 
     def prepare(self, rows: list[dict[str, Any]], steps: int, pin: bool):
         """(batch for `forward`, its supervised positions per step [steps]); on the CPU, in a loader's thread. The batch is
@@ -40,7 +47,9 @@ class Objective(nn.Module):
             nothing = torch.zeros_like(scale)
             return sum(p.sum() for p in self.drafter.parameters()) * 0.0, nothing, nothing
         if not self.readable:
-            return unrolled.loss(self.drafter, batch, self.draft_head, replace(self.recipe, steps=len(scale)), scale)
+            return unrolled.loss(
+                self.drafter, batch, self.draft_head, replace(self.recipe, steps=len(scale)), scale
+            )
         with self._autocast(batch.ids.device):
             return ttt.scaled_loss(self.drafter, batch, self.draft_head, scale)
 
@@ -52,7 +61,11 @@ class Objective(nn.Module):
         if not self.readable:
             return unrolled.hits(self.drafter, batch, self.head, self.recipe)
         with self._autocast(batch.ids.device):
-            return ttt.hits(self.drafter, batch, ttt.target_choices(batch, self.head), self.recipe.steps)
+            return ttt.hits(
+                self.drafter, batch, ttt.target_choices(batch, self.head), self.recipe.steps
+            )
 
     def _autocast(self, device):
-        return torch.autocast(device.type, torch.bfloat16, enabled=self.recipe.dtype == torch.bfloat16)
+        return torch.autocast(
+            device.type, torch.bfloat16, enabled=self.recipe.dtype == torch.bfloat16
+        )

@@ -20,7 +20,9 @@ class Processes:
         gpus = torch.cuda.device_count()
         local = int(os.environ.get("LOCAL_RANK", 0))
         if gpus and local >= gpus:
-            raise Refusal(f"runtime.processes asks for GPU {local}, but there are {gpus}; set runtime.processes: {gpus}")
+            raise Refusal(
+                f"runtime.processes asks for GPU {local}, but there are {gpus}; set runtime.processes: {gpus}"
+            )
         self.device = torch.device("cuda", local) if gpus else torch.device("cpu")
         if gpus:
             torch.cuda.set_device(self.device)
@@ -35,7 +37,11 @@ class Processes:
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is up in any process."""
-        return flag if self.world == 1 else bool(self.sum(torch.tensor([float(flag)], device=self.device)).item())
+        return (
+            flag
+            if self.world == 1
+            else bool(self.sum(torch.tensor([float(flag)], device=self.device)).item())
+        )
 
     def collect(self, tensor: Tensor) -> Tensor:
         """Rows of all processes, one after the other, on the CPU."""
@@ -72,7 +78,9 @@ class Processes:
 def whole(value: Any) -> Any:
     """A nested value with every tensor whole and on the CPU. All processes call it together."""
     if isinstance(value, Tensor):
-        return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().cpu().clone()
+        return (
+            (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().cpu().clone()
+        )
     if isinstance(value, dict):
         return {key: whole(item) for key, item in value.items()}
     return [whole(item) for item in value] if isinstance(value, list) else value
@@ -96,15 +104,29 @@ def load_weights(module: nn.Module, weights: dict[str, Tensor]) -> None:
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    shared = {i: {key: share_of(v, parameters[i]) if isinstance(v, Tensor) and v.dim() else v for key, v in entry.items()}
-              for i, entry in state["state"].items()}
+    shared = {
+        i: {
+            key: share_of(v, parameters[i]) if isinstance(v, Tensor) and v.dim() else v
+            for key, v in entry.items()
+        }
+        for i, entry in state["state"].items()
+    }
     optimizer.load_state_dict({**state, "state": shared})
 
 
 def launch(script: str, arguments: list[str], processes: int) -> None:
     """Runs a script in several processes of this machine. Raises Refusal if one of them fails."""
-    group = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}",
-                              script, *arguments])
+    group = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={processes}",
+            script,
+            *arguments,
+        ]
+    )
     try:
         code = group.wait()
     except KeyboardInterrupt:  # each process finishes and saves its update
@@ -112,4 +134,6 @@ def launch(script: str, arguments: list[str], processes: int) -> None:
         group.wait()
         raise
     if code:
-        raise Refusal(f"one of {processes} training processes ended with an error (see above); exit code {code}")
+        raise Refusal(
+            f"one of {processes} training processes ended with an error (see above); exit code {code}"
+        )

@@ -28,8 +28,10 @@ class Trackers:
                 self.run = wandb.init(project="eaglemake", config=settings, dir=str(folder))
         except ImportError as error:
             package = "wandb" if "wandb" in str(error) else "tensorboard"
-            raise Refusal(f"runtime.trackers names {package}, which is not installed; `pip install {package}` or take it "
-                          "out") from None
+            raise Refusal(
+                f"runtime.trackers names {package}, which is not installed; `pip install {package}` or take it "
+                "out"
+            ) from None
 
     def log(self, update: int, numbers: dict[str, float]) -> None:
         if self.board:

@@ -58,26 +58,48 @@ class Trainer:
     of an update's `micro_batches` packed batches; the sums are the same whoever computes them.
     """
 
-    def __init__(self, drafter: Drafter, head: torch.Tensor, train: ShardSet, validation: ShardSet, params, runtime,
-                 checkpoints: Checkpoints, say: Callable[[str], None], start: dict[str, torch.Tensor] | None = None):
+    def __init__(
+        self,
+        drafter: Drafter,
+        head: torch.Tensor,
+        train: ShardSet,
+        validation: ShardSet,
+        params,
+        runtime,
+        checkpoints: Checkpoints,
+        say: Callable[[str], None],
+        start: dict[str, torch.Tensor] | None = None,
+    ):
         self.params, self.runtime, self.checkpoints, self.say = params, runtime, checkpoints, say
         self.start = start
         self.processes = parallel.Processes()
         self.device = self.processes.device
         self.train_set, self.validation = train, validation
         if not len(train):
-            raise Refusal("no training sequences; lower records.validation_share or raise max_samples")
+            raise Refusal(
+                "no training sequences; lower records.validation_share or raise max_samples"
+            )
         if params.micro_batches % self.processes.world:
-            raise Refusal(f"train.micro_batches is {params.micro_batches}, but {self.processes.world} processes share them "
-                          f"out; make it a multiple, or set runtime.processes: 1")
+            raise Refusal(
+                f"train.micro_batches is {params.micro_batches}, but {self.processes.world} processes share them "
+                f"out; make it a multiple, or set runtime.processes: 1"
+            )
         self.drafter, self.objective = drafter, Objective(drafter, head, params)
         self.wrapped = self.processes.wrap(self.objective, runtime.parallel, ("hits",))
         self.weights = dict(drafter.named_parameters())
-        self.optimizer = torch.optim.AdamW(self.weights.values(), lr=params.lr, betas=(0.9, 0.95),
-                                           weight_decay=params.weight_decay, fused=self.device.type == "cuda")
+        self.optimizer = torch.optim.AdamW(
+            self.weights.values(),
+            lr=params.lr,
+            betas=(0.9, 0.95),
+            weight_decay=params.weight_decay,
+            fused=self.device.type == "cuda",
+        )
         self.average = [p.detach().clone() for p in self.weights.values()] if params.ema else []
-        self.fc_factors = (even_steps.factors(train[i] for i in range(len(train))).to(self.device)
-                           if params.fc_steps == "by_size" else None)
+        self.fc_factors = (
+            even_steps.factors(train[i] for i in range(len(train))).to(self.device)
+            if params.fc_steps == "by_size"
+            else None
+        )
         per_epoch = [len(self._epoch(epoch)) for epoch in range(params.epochs)]
         self.total = min(sum(per_epoch), params.max_updates or sum(per_epoch))
         self.every = params.validate_every or per_epoch[0]
@@ -86,9 +108,11 @@ class Trainer:
 
     def _epoch(self, epoch: int) -> list[list[list[int]]]:
         """Indices by update and packed batch."""
-        packed = packed_epoch(self.train_set.lengths, self.params.batch_tokens, self.params.seed, epoch)
+        packed = packed_epoch(
+            self.train_set.lengths, self.params.batch_tokens, self.params.seed, epoch
+        )
         size = self.params.micro_batches
-        return [packed[i:i + size] for i in range(0, len(packed), size)]
+        return [packed[i : i + size] for i in range(0, len(packed), size)]
 
     def run(self) -> Progressed:
         """Trains to the end from wherever the last checkpoint stands. Raises Refusal at a loss that is not finite, naming
@@ -97,9 +121,13 @@ class Trainer:
         trackers = Trackers(self.runtime.trackers if self.leader else [], self.params.model_dump())
         if done.update == 0:
             self._validate(done, [])
-            if self.start:  # after the random weights, so that the curve shows what the start is worth
+            if (
+                self.start
+            ):  # after the random weights, so that the curve shows what the start is worth
                 parallel.load_weights(self.drafter, self.start)
-                self.average = [p.detach().clone() for p in self.weights.values()] if self.params.ema else []
+                self.average = (
+                    [p.detach().clone() for p in self.weights.values()] if self.params.ema else []
+                )
                 self._validate(done, [])
         losses = self.losses
         with Progress("train", self.total, "updates", done=done.update) as bar, _signals() as stop:
@@ -118,7 +146,9 @@ class Trainer:
                     waiting = None
                 if validate:
                     self._validate(done, losses, now[-1])
-                    trackers.log(done.update, {k: v for k, v in done.history[-1].items() if v is not None})
+                    trackers.log(
+                        done.update, {k: v for k, v in done.history[-1].items() if v is not None}
+                    )
                     losses.clear()
                 if save:
                     self._save(done, losses)
@@ -131,7 +161,9 @@ class Trainer:
         """Updates from `start` on, prepared ahead by threads, with their batches on the device."""
         reader, pin = loader.Reader(self.train_set), self.device.type == "cuda"
         rank, world = self.processes.rank, self.processes.world
-        plan = [group for epoch in range(self.params.epochs) for group in self._epoch(epoch)][: self.total]
+        plan = [group for epoch in range(self.params.epochs) for group in self._epoch(epoch)][
+            : self.total
+        ]
 
         def prepare(item):
             number, part = item
@@ -142,20 +174,30 @@ class Trainer:
 
         parts = range(rank, self.params.micro_batches, world)
         items = ((number, part) for number in range(start, self.total) for part in parts)
-        prepared = loader.on_device(loader.ahead(prepare, items, self.runtime.loader_threads), self.device)
+        prepared = loader.on_device(
+            loader.ahead(prepare, items, self.runtime.loader_threads), self.device
+        )
         for number in range(start, self.total):
             found = [next(prepared) for _ in parts]
             counts = torch.stack([what[1] for what, _ in found]).sum(0).to(self.device)
             tokens = sum(self.train_set.lengths[i] for packed in plan[number] for i in packed)
             names = [name for what, _ in found for name in what[2]]
-            yield Update(number, [batch for _, batch in found], self.processes.sum(counts), tokens, names)
+            yield Update(
+                number, [batch for _, batch in found], self.processes.sum(counts), tokens, names
+            )
 
     def _steps(self, update: int) -> int:
         return steps_at(update, self.total, self.params.steps, self.params.ramp_share)
 
     def _step(self, update: Update) -> tuple[torch.Tensor, torch.Tensor, float]:
         """(loss per step, hits per step) of all processes, still on the device, and the learning rate."""
-        rate = learning_rate(update.number, self.total, self.params.lr, self.params.warmup_share, self.params.schedule)
+        rate = learning_rate(
+            update.number,
+            self.total,
+            self.params.lr,
+            self.params.warmup_share,
+            self.params.schedule,
+        )
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         decay = self.params.decay ** torch.arange(len(update.counts), device=self.device)
@@ -174,7 +216,11 @@ class Trainer:
             self.optimizer.step()
         for mine, weight in zip(self.average, self.weights.values()):
             mine.lerp_(weight.detach(), 1 - self.params.ema)
-        return self.processes.sum(shares), self.processes.sum(hits) / update.counts.clamp(min=1), rate
+        return (
+            self.processes.sum(shares),
+            self.processes.sum(hits) / update.counts.clamp(min=1),
+            rate,
+        )
 
     def _exchange(self, last: bool):
         """Only the last packed batch of an update exchanges gradients between processes."""
@@ -185,7 +231,14 @@ class Trainer:
         self.wrapped.set_requires_gradient_sync(last)
         return contextlib.nullcontext()
 
-    def _settle(self, waiting: tuple, losses: list[float], done: Progressed, bar: Progress, trackers: Trackers) -> None:
+    def _settle(
+        self,
+        waiting: tuple,
+        losses: list[float],
+        done: Progressed,
+        bar: Progress,
+        trackers: Trackers,
+    ) -> None:
         """Reads the figures of an update. Raises Refusal if they say that training cannot go on."""
         update, shares, accuracy, rate = waiting
         if done.update > update.number:
@@ -193,27 +246,41 @@ class Trainer:
         loss, first = shares.sum().item(), update.counts[0].item()
         records = f"records in the batch: {', '.join(update.names[:8])}"
         if not first:
-            raise Refusal(f"update {update.number} has no supervised token; {records}. Look at their loss masks, or raise "
-                          "train.batch_tokens")
+            raise Refusal(
+                f"update {update.number} has no supervised token; {records}. Look at their loss masks, or raise "
+                "train.batch_tokens"
+            )
         if not math.isfinite(loss):
-            raise Refusal(f"the loss of update {update.number} is {loss}; {records}. Lower train.lr, or look for broken "
-                          "states")
+            raise Refusal(
+                f"the loss of update {update.number} is {loss}; {records}. Lower train.lr, or look for broken "
+                "states"
+            )
         losses.append(loss)
         done.update = update.number + 1
         accuracy = accuracy.tolist()
-        notes = {"loss": f"{loss:.3f}", "acc": " ".join(f"{a:.2f}" for a in accuracy),
-                 "best accept": f"{done.best_length:.2f}" if done.history else "-"}
+        notes = {
+            "loss": f"{loss:.3f}",
+            "acc": " ".join(f"{a:.2f}" for a in accuracy),
+            "best accept": f"{done.best_length:.2f}" if done.history else "-",
+        }
         if self.leader:
             bar.add(1, notes, tokens=update.tokens)
-            trackers.log(done.update, {"loss": loss, "lr": rate, **{f"acc_{k}": a for k, a in enumerate(accuracy)}})
+            trackers.log(
+                done.update,
+                {"loss": loss, "lr": rate, **{f"acc_{k}": a for k, a in enumerate(accuracy)}},
+            )
 
     def _validate(self, done: Progressed, losses: list[float], rate: float = 0.0) -> None:
         with self._averaged():
             figures = self.measure()
-            row = {"update": done.update, "loss": sum(losses) / len(losses) if losses else None, "lr": rate,
-                   "accept_length": figures["accept_length"],
-                   **{f"accuracy_{k}": a for k, a in enumerate(figures["accuracy"])},
-                   **{f"conditional_{k}": a for k, a in enumerate(figures["conditional"])}}
+            row = {
+                "update": done.update,
+                "loss": sum(losses) / len(losses) if losses else None,
+                "lr": rate,
+                "accept_length": figures["accept_length"],
+                **{f"accuracy_{k}": a for k, a in enumerate(figures["accuracy"])},
+                **{f"conditional_{k}": a for k, a in enumerate(figures["conditional"])},
+            }
             done.history.append(row)
             if figures["accept_length"] > done.best_length:
                 done.best_length, done.best_update = figures["accept_length"], done.update
@@ -244,14 +311,22 @@ class Trainer:
         for place in range(rank, -(-len(groups) // world) * world, world):
             rows = reader.rows(groups[place]) if place < len(groups) else []
             batch, _ = self.objective.prepare(rows, self.params.steps, pin=False)
-            found.append(self.objective.hits(batch.to(self.device) if batch is not None else None).cpu())
+            found.append(
+                self.objective.hits(batch.to(self.device) if batch is not None else None).cpu()
+            )
         return metrics.summarize(self.processes.collect(torch.cat(found)))
 
     def _save(self, done: Progressed, losses: list[float]) -> None:
-        state = {"weights": parallel.whole(self.drafter.state_dict()),
-                 "optimizer": parallel.whole(self.optimizer.state_dict()),
-                 "average": parallel.whole(self.average), "losses": losses, "history": done.history,
-                 "best_length": done.best_length, "best_update": done.best_update, "best": done.best}
+        state = {
+            "weights": parallel.whole(self.drafter.state_dict()),
+            "optimizer": parallel.whole(self.optimizer.state_dict()),
+            "average": parallel.whole(self.average),
+            "losses": losses,
+            "history": done.history,
+            "best_length": done.best_length,
+            "best_update": done.best_update,
+            "best": done.best,
+        }
         if self.leader:
             self.checkpoints.save(done.update, state)
 
@@ -260,7 +335,9 @@ class Trainer:
         if state is None:
             if other := self.checkpoints.other:
                 more = f" and {len(other) - 4} more" if len(other) > 4 else ""
-                self.say(f"starts anew: {'; '.join(other[:4])}{more}. Put back, the earlier run goes on where it was")
+                self.say(
+                    f"starts anew: {'; '.join(other[:4])}{more}. Put back, the earlier run goes on where it was"
+                )
             return Progressed()
         parallel.load_weights(self.drafter, state["weights"])
         parallel.load_optimizer(self.optimizer, state["optimizer"])
@@ -268,7 +345,13 @@ class Trainer:
             mine.copy_(parallel.share_of(saved, mine))
         self.losses = state["losses"]
         self.say(f"continues at update {state['update']} of {self.total}")
-        return Progressed(state["update"], state["history"], state["best_length"], state["best_update"], state["best"])
+        return Progressed(
+            state["update"],
+            state["history"],
+            state["best_length"],
+            state["best_update"],
+            state["best"],
+        )
 
 
 @contextlib.contextmanager

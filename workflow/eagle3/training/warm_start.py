@@ -14,7 +14,9 @@ from eagle3.core.errors import Refusal
 from eagle3.core.files import digest_file
 from eagle3.drafter.model import Drafter
 
-SELF_SCORE = 12.0  # attention score of a position with itself after `least_squares`; others are near 0
+SELF_SCORE = (
+    12.0  # attention score of a position with itself after `least_squares`; others are near 0
+)
 
 
 def digest(folder: str | None) -> dict[str, str] | None:
@@ -31,7 +33,9 @@ def weights(drafter: Drafter, params, data, say) -> dict[str, Tensor] | None:
     start = copy.deepcopy(drafter)
     if params.warm_start:
         known = from_drafter(start, params.warm_start)
-        say(f"starts from {params.warm_start}; {known} of {len(drafter.draft_ids)} rows of the head are its")
+        say(
+            f"starts from {params.warm_start}; {known} of {len(drafter.draft_ids)} rows of the head are its"
+        )
     else:
         least_squares(start, (data[i] for i in range(len(data))))
     return dict(start.named_parameters())
@@ -48,17 +52,27 @@ def from_drafter(drafter: Drafter, folder: str | Path) -> int:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise Refusal(f"train.warm_start names {folder}, which has no *.safetensors")
-    found = {name.removeprefix("model.").replace("layers.0.", "midlayer.", 1): t
-             for file in files for name, t in load_file(file).items()}
+    found = {
+        name.removeprefix("model.").replace("layers.0.", "midlayer.", 1): t
+        for file in files
+        for name, t in load_file(file).items()
+    }
     weights = dict(drafter.named_parameters())
     wrong = [f"{name} is missing" for name in weights.keys() - found.keys()]
-    wrong += [f"{name} is {tuple(found[name].shape)} instead of {tuple(p.shape)}" for name, p in weights.items()
-              if name in found and name != "lm_head.weight" and found[name].shape != p.shape]
+    wrong += [
+        f"{name} is {tuple(found[name].shape)} instead of {tuple(p.shape)}"
+        for name, p in weights.items()
+        if name in found and name != "lm_head.weight" and found[name].shape != p.shape
+    ]
     rows = found.get("lm_head.weight")
     if rows is not None and "d2t" not in found and len(rows) != len(drafter.t2d):
-        wrong.append(f"d2t is missing, and its head has {len(rows)} rows, not the {len(drafter.t2d)} of the target")
+        wrong.append(
+            f"d2t is missing, and its head has {len(rows)} rows, not the {len(drafter.t2d)} of the target"
+        )
     if wrong:
-        raise Refusal(f"train.warm_start: {folder} does not fit this drafter: {'; '.join(sorted(wrong))}")
+        raise Refusal(
+            f"train.warm_start: {folder} does not fit this drafter: {'; '.join(sorted(wrong))}"
+        )
     _refuse_other_rope(drafter, folder)
     for name, parameter in weights.items():
         if name != "lm_head.weight":
@@ -68,7 +82,9 @@ def from_drafter(drafter: Drafter, folder: str | Path) -> int:
     place[theirs] = torch.arange(len(theirs))
     source = place[drafter.draft_ids.cpu()]
     known = source >= 0
-    weights["lm_head.weight"][known.to(drafter.fc.weight.device)] = rows[source[known]].to(drafter.fc.weight)
+    weights["lm_head.weight"][known.to(drafter.fc.weight.device)] = rows[source[known]].to(
+        drafter.fc.weight
+    )
     return int(known.sum())
 
 
@@ -78,11 +94,15 @@ def _refuse_other_rope(drafter: Drafter, folder: Path) -> None:
     theta = config.get("rope_theta") or (config.get("rope_parameters") or {}).get("rope_theta")
     ours = drafter.config["rope_theta"]
     if theta is not None and float(theta) != float(ours):
-        raise Refusal(f"train.warm_start: {folder} was trained with rope_theta {theta}, the target has {ours}")
+        raise Refusal(
+            f"train.warm_start: {folder} was trained with rope_theta {theta}, the target has {ours}"
+        )
 
 
 @torch.no_grad()
-def least_squares(drafter: Drafter, rows: Iterable[dict[str, Any]], ridge: float = 0.1, limit: int = 20_000) -> None:
+def least_squares(
+    drafter: Drafter, rows: Iterable[dict[str, Any]], ridge: float = 0.1, limit: int = 20_000
+) -> None:
     """Fits step 0 in closed form: the state that predicts x_{t+2} as a linear map of aux_t and of the embedding of x_{t+1}.
 
     With few tokens (thousands) this is worth more than all of the training that follows. The map of aux goes to `fc`. That
@@ -106,13 +126,17 @@ def least_squares(drafter: Drafter, rows: Iterable[dict[str, Any]], ridge: float
     layer.mlp.down_proj.weight.mul_(0.1)
 
 
-def _pairs(drafter: Drafter, rows: Iterable[dict[str, Any]], limit: int) -> tuple[Tensor, Tensor, Tensor]:
+def _pairs(
+    drafter: Drafter, rows: Iterable[dict[str, Any]], limit: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """aux_t [N, 3H], normed embedding of x_{t+1} [N, H] and last_{t+1} [N, H], the state that predicts x_{t+2}."""
     found, total = [], 0
     for row in rows:
         tokens = row["input_ids"][2:].long()  # position 0 is an outlier in every model: left out
         embeds = drafter.embedding[tokens.to(drafter.embedding.device)].float().cpu()
-        embeds = embeds * torch.rsqrt(embeds.square().mean(-1, keepdim=True) + drafter.config["rms_norm_eps"])
+        embeds = embeds * torch.rsqrt(
+            embeds.square().mean(-1, keepdim=True) + drafter.config["rms_norm_eps"]
+        )
         found.append((row["aux"][1:-1].float(), embeds, row["last"][2:].float()))
         total += len(tokens)
         if total >= limit:
@@ -135,9 +159,9 @@ def _look_at_itself(attention, embeds: Tensor) -> None:
         projection = torch.linalg.qr(projection).Q.T  # [d, H]
         score = (embeds @ projection.T).square().sum(-1).mean() * width**-0.5
         projection = projection * (SELF_SCORE / score).sqrt()
-        attention.k_proj.weight[head * width:(head + 1) * width, :size] = projection
+        attention.k_proj.weight[head * width : (head + 1) * width, :size] = projection
         for query in range(head * group, (head + 1) * group):
-            attention.q_proj.weight[query * width:(query + 1) * width, :size] = projection
+            attention.q_proj.weight[query * width : (query + 1) * width, :size] = projection
 
 
 def _carry(attention, wanted: Tensor, embeds: Tensor) -> None:

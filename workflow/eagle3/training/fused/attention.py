@@ -27,10 +27,12 @@ class CausalAttention:
 
     def _spread(self, x: Tensor) -> Tensor:
         """Rows [n, …] of active positions as query rows: between two supervised turns there are gaps."""
-        x = x[:self.active]
+        x = x[: self.active]
         if self.layout.span is None:
             return x
-        return x.new_zeros((self.layout.sizes["queries"], *x.shape[1:])).index_copy_(0, self.layout.span, x)
+        return x.new_zeros((self.layout.sizes["queries"], *x.shape[1:])).index_copy_(
+            0, self.layout.span, x
+        )
 
     def _collect(self, x: Tensor, rows: int) -> Tensor:
         """The reverse of `_spread`, with zeros in padded rows."""
@@ -40,7 +42,7 @@ class CausalAttention:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(out [n, heads, d], log-sum-exp [heads, n])."""
-        x, k, v = self._spread(q), k[:self.context], v[:self.context]
+        x, k, v = self._spread(q), k[: self.context], v[: self.context]
         out, lse = getattr(self, f"_{self.kind}")(x, k, v)
         return self._collect(out, len(q)), self._collect(lse.T, len(q)).T.contiguous()
 
@@ -52,19 +54,24 @@ class CausalAttention:
             lse = lse.T.contiguous()
         else:
             lse = lse.T
-        k, v = k[:self.context], v[:self.context]
-        dq, dk, dv = getattr(self, f"_{self.kind}_backward")(dout.contiguous(), q, k, v, out.contiguous(), lse)
+        k, v = k[: self.context], v[: self.context]
+        dq, dk, dv = getattr(self, f"_{self.kind}_backward")(
+            dout.contiguous(), q, k, v, out.contiguous(), lse
+        )
         return self._collect(dq, rows), _padded(dk, keys), _padded(dv, keys)
 
     def _flash(self, q: Tensor, k: Tensor, v: Tensor):
         borders, longest = (self.layout.query_borders, self.layout.key_borders), self.layout.longest
-        out, lse, self.random, self.unused, _ = aten._flash_attention_forward(q, k, v, *borders, *longest, 0.0, True, False)
+        out, lse, self.random, self.unused, _ = aten._flash_attention_forward(
+            q, k, v, *borders, *longest, 0.0, True, False
+        )
         return out, lse
 
     def _flash_backward(self, dout, q, k, v, out, lse):
         borders, longest = (self.layout.query_borders, self.layout.key_borders), self.layout.longest
-        return aten._flash_attention_backward(dout, q, k, v, out, lse, *borders, *longest, 0.0, True, self.random,
-                                              self.unused)
+        return aten._flash_attention_backward(
+            dout, q, k, v, out, lse, *borders, *longest, 0.0, True, self.random, self.unused
+        )
 
     def _even(self, x: Tensor) -> Tensor:
         """[S, heads, L, d] view of packed rows, for sequences of one length."""
@@ -74,15 +81,40 @@ class CausalAttention:
         """Only for batches of equally long sequences in which every row is a query."""
         longest = self.layout.longest
         out, lse, *_, self.seed, self.offset, _ = aten._cudnn_attention_forward(
-            self._even(q), self._even(k), self._even(v), None, None, None, *longest, True, 0.0, True, False)
+            self._even(q),
+            self._even(k),
+            self._even(v),
+            None,
+            None,
+            None,
+            *longest,
+            True,
+            0.0,
+            True,
+            False,
+        )
         return out.transpose(1, 2).flatten(0, 1), lse.squeeze(-1).transpose(0, 1).flatten(1)
 
     def _cudnn_backward(self, dout, q, k, v, out, lse):
         length = self.layout.longest[1]
         lse = lse.unflatten(1, (-1, length)).transpose(0, 1).contiguous().unsqueeze(-1)
         parts = aten._cudnn_attention_backward(
-            self._even(dout), self._even(q), self._even(k), self._even(v), self._even(out), lse, self.seed, self.offset,
-            None, None, None, length, length, 0.0, True)
+            self._even(dout),
+            self._even(q),
+            self._even(k),
+            self._even(v),
+            self._even(out),
+            lse,
+            self.seed,
+            self.offset,
+            None,
+            None,
+            None,
+            length,
+            length,
+            0.0,
+            True,
+        )
         return tuple(x.transpose(1, 2).flatten(0, 1) for x in parts)
 
     def _plain(self, q: Tensor, k: Tensor, v: Tensor):
@@ -98,14 +130,23 @@ class CausalAttention:
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         group = q.shape[1] // k.shape[1]
         for a, b, c, d in self._sequences():
-            weights = torch.exp(self._scores(q[a:b], k[c:d]) - lse[:, a:b].unsqueeze(-1))  # [heads, queries, keys]
+            weights = torch.exp(
+                self._scores(q[a:b], k[c:d]) - lse[:, a:b].unsqueeze(-1)
+            )  # [heads, queries, keys]
             dy = dout[a:b].transpose(0, 1).float()
             delta = (dy * out[a:b].transpose(0, 1).float()).sum(-1, keepdim=True)
             keys, values = self._wide(k[c:d], q).float(), self._wide(v[c:d], q).float()
             ds = weights * (dy @ values.transpose(1, 2) - delta) * q.shape[-1] ** -0.5
             dq[a:b] = (ds @ keys).transpose(0, 1).to(q.dtype)
-            dk[c:d] = (ds.transpose(1, 2) @ q[a:b].transpose(0, 1).float()).unflatten(0, (-1, group)).sum(1).transpose(0, 1)
-            dv[c:d] = (weights.transpose(1, 2) @ dy).unflatten(0, (-1, group)).sum(1).transpose(0, 1)
+            dk[c:d] = (
+                (ds.transpose(1, 2) @ q[a:b].transpose(0, 1).float())
+                .unflatten(0, (-1, group))
+                .sum(1)
+                .transpose(0, 1)
+            )
+            dv[c:d] = (
+                (weights.transpose(1, 2) @ dy).unflatten(0, (-1, group)).sum(1).transpose(0, 1)
+            )
         return dq, dk, dv
 
     def _sequences(self):
@@ -119,8 +160,12 @@ class CausalAttention:
 
     def _scores(self, q: Tensor, k: Tensor) -> Tensor:
         """[heads, queries, keys]; the last query sees every key, the one before it all but the last, and so on."""
-        scores = (q.transpose(0, 1) @ self._wide(k, q).transpose(1, 2)).float() * q.shape[-1] ** -0.5
-        hidden = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).triu(1 + len(k) - len(q))
+        scores = (q.transpose(0, 1) @ self._wide(k, q).transpose(1, 2)).float() * q.shape[
+            -1
+        ] ** -0.5
+        hidden = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).triu(
+            1 + len(k) - len(q)
+        )
         return scores.masked_fill(hidden, float("-inf"))
 
 

@@ -14,13 +14,17 @@ def fused(rows: int = 0) -> Callable:
     """Compiles a function of tensors for the GPU. Dimension `rows` of every tensor of two dimensions or more is open."""
 
     def wrap(function):
-        compiled = torch.compile(function, dynamic=False)  # all but the marked dimension are constants
+        compiled = torch.compile(
+            function, dynamic=False
+        )  # all but the marked dimension are constants
 
         @functools.wraps(function)
         def call(*arguments):
             if not arguments[0].is_cuda:
                 return function(*arguments)
-            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
+            torch._dynamo.config.recompile_limit = max(
+                torch._dynamo.config.recompile_limit, VARIANTS
+            )
             for argument in arguments:
                 if isinstance(argument, Tensor) and argument.dim() > max(rows, 1):
                     torch._dynamo.mark_dynamic(argument, rows)
@@ -40,7 +44,9 @@ def norm_(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
 
 
 @fused()
-def norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float, extra: Tensor) -> tuple[Tensor, Tensor]:
+def norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, eps: float, extra: Tensor
+) -> tuple[Tensor, Tensor]:
     """(gradient of x plus `extra` [n, H], gradient of the weight [H] in fp32)."""
     x32, dy = x.float(), dy.float()
     scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)

@@ -22,20 +22,39 @@ class Product:
                 return y
             return torch.add(y, add, out=y if out is None else out)
         if add is None:
-            return torch.mm(x, self.weight.T, out=out) if out is not None else torch.mm(x, self.weight.T)
-        return torch.addmm(add, x, self.weight.T, out=out) if out is not None else torch.addmm(add, x, self.weight.T)
+            return (
+                torch.mm(x, self.weight.T, out=out)
+                if out is not None
+                else torch.mm(x, self.weight.T)
+            )
+        return (
+            torch.addmm(add, x, self.weight.T, out=out)
+            if out is not None
+            else torch.addmm(add, x, self.weight.T)
+        )
 
     def backward(self, dy: Tensor) -> Tensor:
         """[n, out] -> [n, in]. In fp8 with sums in fp32: a Hopper GPU's own fp8 sums have about 14 bits and drop what is smaller.
         Of a gradient over the draft vocabulary that is the whole tail, on the same side for every token."""
-        return _scaled(dy, self.backward8, fast_sums=False) if self.fp8 else torch.mm(dy, self.weight)
+        return (
+            _scaled(dy, self.backward8, fast_sums=False) if self.fp8 else torch.mm(dy, self.weight)
+        )
 
 
-def _scaled(x: Tensor, weight8: tuple[Tensor, Tensor], out: Tensor | None = None, fast_sums: bool = True) -> Tensor:
+def _scaled(
+    x: Tensor, weight8: tuple[Tensor, Tensor], out: Tensor | None = None, fast_sums: bool = True
+) -> Tensor:
     x8, scale = quantize(x)
     weight, weight_scale = weight8  # [out, in], [out, 1]
-    return torch._scaled_mm(x8, weight.T, scale_a=scale, scale_b=weight_scale.T, out_dtype=x.dtype, use_fast_accum=fast_sums,
-                            out=out)
+    return torch._scaled_mm(
+        x8,
+        weight.T,
+        scale_a=scale,
+        scale_b=weight_scale.T,
+        out_dtype=x.dtype,
+        use_fast_accum=fast_sums,
+        out=out,
+    )
 
 
 def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:

@@ -36,15 +36,20 @@ class Layout:
     counts: Tensor  # [K] supervised positions of each step
     query_borders: Tensor  # [S+1] int32: queries of each sequence lie between two borders
     key_borders: Tensor  # [S+1] int32: context rows likewise
-    span: Tensor | None  # [n before padding] query row of an active row, None if they are the same rows
+    span: (
+        Tensor | None
+    )  # [n before padding] query row of an active row, None if they are the same rows
     longest: tuple[int, int]  # most queries and most keys of a sequence
     sizes: dict[str, int]
     names: list[str]
 
     def to(self, device) -> "Layout":
         """A copy on a device; from pinned memory the copies overlap with what the device is doing."""
-        moved = {f.name: value.to(device, non_blocking=True) for f in fields(self)
-                 if isinstance(value := getattr(self, f.name), Tensor)}
+        moved = {
+            f.name: value.to(device, non_blocking=True)
+            for f in fields(self)
+            if isinstance(value := getattr(self, f.name), Tensor)
+        }
         return replace(self, **moved)
 
 
@@ -59,10 +64,19 @@ def plan(rows: list[dict[str, Any]], steps: int, pin: bool = False) -> Layout | 
     batch = _Batch(rows, steps)
     sequence, position, active = batch.sequence, batch.position, batch.active
     later = torch.arange(steps).unsqueeze(1)  # [K, 1]
-    tokens, context, targets = (kept.nonzero().flatten() for kept in (batch.is_token, batch.is_context, batch.is_target))
-    sizes = {"tokens": len(tokens), "positions": len(context), "active": len(active), "targets": len(targets)}
+    tokens, context, targets = (
+        kept.nonzero().flatten() for kept in (batch.is_token, batch.is_context, batch.is_target)
+    )
+    sizes = {
+        "tokens": len(tokens),
+        "positions": len(context),
+        "active": len(active),
+        "targets": len(targets),
+    }
     w, m, n, s = (-(-size // ALIGN) * ALIGN for size in sizes.values())
-    token_row, context_row, target_row = (_numbered(kept) for kept in (batch.is_token, batch.is_context, batch.is_target))
+    token_row, context_row, target_row = (
+        _numbered(kept) for kept in (batch.is_token, batch.is_context, batch.is_target)
+    )
     active_row = _numbered(batch.is_active)
 
     # At step k an active row reads the token k + 1 places on, or the last one that its sequence has.
@@ -78,22 +92,34 @@ def plan(rows: list[dict[str, Any]], steps: int, pin: bool = False) -> Layout | 
     last = torch.empty((s, rows[0]["last"].shape[1]), dtype=rows[0]["last"].dtype, pin_memory=pin)
     m0 = s0 = 0
     for row, length, mine in zip(rows, batch.context_lengths.tolist(), batch.targets_by_row):
-        aux[m0:m0 + length] = row["aux"][:length]
-        torch.index_select(row["last"], 0, mine - 1, out=last[s0:s0 + len(mine)])
+        aux[m0 : m0 + length] = row["aux"][:length]
+        torch.index_select(row["last"], 0, mine - 1, out=last[s0 : s0 + len(mine)])
         m0, s0 = m0 + length, s0 + len(mine)
     aux[m0:].zero_()
     last[s0:].zero_()
     layout = Layout(
-        tokens=_padded(torch.cat([row["input_ids"] for row in rows])[tokens].long(), w), aux=aux, last=last,
-        positions=_padded(position[context], m), context_tokens=_padded(token_row[context + 1], m),
-        rows=_padded(context_row[active], n), step_tokens=_padded(token_row[read], n),
-        step_readers=_padded(torch.where(position[tokens] - 1 >= later, active_row[reader.clamp(min=0)], -1), w, -1),
+        tokens=_padded(torch.cat([row["input_ids"] for row in rows])[tokens].long(), w),
+        aux=aux,
+        last=last,
+        positions=_padded(position[context], m),
+        context_tokens=_padded(token_row[context + 1], m),
+        rows=_padded(context_row[active], n),
+        step_tokens=_padded(token_row[read], n),
+        step_readers=_padded(
+            torch.where(position[tokens] - 1 >= later, active_row[reader.clamp(min=0)], -1), w, -1
+        ),
         context_readers=_padded(context_row[tokens - 1], w, -1),
-        teachers=_padded(torch.where(exists, target_row[drafted.clamp(max=len(position) - 1)], -1), n, -1).int(),
-        counts=torch.empty(0), query_borders=query_borders.int(), key_borders=key_borders.int(),
+        teachers=_padded(
+            torch.where(exists, target_row[drafted.clamp(max=len(position) - 1)], -1), n, -1
+        ).int(),
+        counts=torch.empty(0),
+        query_borders=query_borders.int(),
+        key_borders=key_borders.int(),
         span=None if sizes["queries"] == len(active) else span,
-        longest=(int(query_borders.diff().max()), int(keys.max())), sizes=sizes,
-        names=[row["id"] for row, length in zip(rows, batch.context_lengths.tolist()) if length])
+        longest=(int(query_borders.diff().max()), int(keys.max())),
+        sizes=sizes,
+        names=[row["id"] for row, length in zip(rows, batch.context_lengths.tolist()) if length],
+    )
     layout = replace(layout, counts=(layout.teachers >= 0).sum(1).float())
     return _pinned(layout) if pin else layout
 
@@ -116,12 +142,17 @@ class _Batch:
         self.active = self.is_active.nonzero().flatten()
         # A sequence's context ends with its last active position; it reads `steps` tokens more, as far as there are any.
         self.context_lengths = torch.zeros_like(self.lengths)
-        self.context_lengths.scatter_reduce_(0, self.sequence[self.active], self.position[self.active] + 1, "amax")
+        self.context_lengths.scatter_reduce_(
+            0, self.sequence[self.active], self.position[self.active] + 1, "amax"
+        )
         self.is_context = self.position < self.context_lengths[self.sequence]
         last_token = torch.minimum(self.context_lengths - 1 + steps, self.lengths - 1)
         self.last_token = starts + last_token
-        self.is_token = (self.position >= 1) & (self.position <= last_token[self.sequence]) & (
-            self.context_lengths[self.sequence] > 0)
+        self.is_token = (
+            (self.position >= 1)
+            & (self.position <= last_token[self.sequence])
+            & (self.context_lengths[self.sequence] > 0)
+        )
         counts = torch.bincount(self.sequence[targets], minlength=len(rows))
         self.targets_by_row = self.position[targets].split(counts.tolist())
 
@@ -146,11 +177,16 @@ def _queries(active: Tensor, sequence: Tensor, count: int) -> tuple[Tensor, Tens
     found.scatter_reduce_(0, sequence[active], active, "amax")
     lengths = torch.where(found >= 0, found - first + 1, 0)
     starts = lengths.cumsum(0) - lengths
-    return functional.pad(lengths[lengths > 0].cumsum(0), (1, 0)), starts[sequence[active]] + active - first[sequence[active]]
+    return functional.pad(lengths[lengths > 0].cumsum(0), (1, 0)), starts[
+        sequence[active]
+    ] + active - first[sequence[active]]
 
 
 def _pinned(layout: Layout) -> Layout:
     """Small index tensors pinned as well, so that no copy of the batch waits for the device."""
-    tensors = {f.name: value.pin_memory() for f in fields(layout)
-               if isinstance(value := getattr(layout, f.name), Tensor) and not value.is_pinned()}
+    tensors = {
+        f.name: value.pin_memory()
+        for f in fields(layout)
+        if isinstance(value := getattr(layout, f.name), Tensor) and not value.is_pinned()
+    }
     return replace(layout, **tensors)

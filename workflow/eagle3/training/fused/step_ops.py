@@ -9,8 +9,15 @@ FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
 KINDS = {"soft_cross_entropy": 0, "total_variation": 1, "log_acceptance": 2}
 
 
-def loss_and_gradient_(kind: str, student: Tensor, teacher: Tensor, teacher_lse: Tensor, teacher_best: Tensor,
-                       teachers: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def loss_and_gradient_(
+    kind: str,
+    student: Tensor,
+    teacher: Tensor,
+    teacher_lse: Tensor,
+    teacher_best: Tensor,
+    teachers: Tensor,
+    scale: Tensor,
+) -> tuple[Tensor, Tensor]:
     """(loss [n] fp32, hit [n]) of logits `student` [n, D], which are overwritten by their gradient.
 
     `teacher` [s, D] logits with `teacher_lse` and `teacher_best` [s]; `teachers` [n] is each row's teacher row, or -1: no
@@ -21,7 +28,10 @@ def loss_and_gradient_(kind: str, student: Tensor, teacher: Tensor, teacher_lse:
     """
     if student.is_cuda:
         return _triton_loss(kind, student, teacher, teacher_lse, teacher_best, teachers, scale)
-    losses, hits = student.new_zeros(len(student), dtype=torch.float32), torch.zeros(len(student), dtype=torch.int32)
+    losses, hits = (
+        student.new_zeros(len(student), dtype=torch.float32),
+        torch.zeros(len(student), dtype=torch.int32),
+    )
     rows = (teachers >= 0).nonzero().flatten()
     sources = teachers[rows].long()
     best = student[rows].argmax(-1)
@@ -50,8 +60,19 @@ def _triton_loss(kind, student, teacher, teacher_lse, teacher_best, teachers, sc
     losses = torch.empty(rows, dtype=torch.float32, device=student.device)
     hits = torch.empty(rows, dtype=torch.int32, device=student.device)
     triton_kernels.soft_cross_entropy[(rows,)](
-        student, teacher, teacher_lse, teacher_best, teachers, scale, losses, hits, width, KIND=KINDS[kind],
-        BLOCK=min(4096, _power(width)), num_warps=8)
+        student,
+        teacher,
+        teacher_lse,
+        teacher_best,
+        teachers,
+        scale,
+        losses,
+        hits,
+        width,
+        KIND=KINDS[kind],
+        BLOCK=min(4096, _power(width)),
+        num_warps=8,
+    )
     return losses, hits
 
 
@@ -64,18 +85,41 @@ def add_diagonal_(q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Ten
         total = torch.empty_like(lse)
         rows, heads, width = q.shape
         triton_kernels.add_diagonal[(rows, keys.shape[2])](
-            q, keys, values, out, lse, total, rows, len(keys), width ** -0.5, **_shape(q, keys), num_warps=1)
+            q,
+            keys,
+            values,
+            out,
+            lse,
+            total,
+            rows,
+            len(keys),
+            width**-0.5,
+            **_shape(q, keys),
+            num_warps=1,
+        )
         return total
     scores = _diagonal_scores(q, keys)  # [j, n, heads]
     total = torch.logsumexp(torch.cat([lse.T.unsqueeze(0), scores]), 0)  # [n, heads]
     weights = torch.exp(scores - total).unsqueeze(-1)
-    merged = out.float() * torch.exp(lse.T - total).unsqueeze(-1) + (weights * _per_head(values, q)).sum(0)
+    merged = out.float() * torch.exp(lse.T - total).unsqueeze(-1) + (
+        weights * _per_head(values, q)
+    ).sum(0)
     out.copy_(merged)
     return total.T.contiguous()
 
 
-def add_diagonal_backward_(q: Tensor, keys: Tensor, values: Tensor, out: Tensor, dout: Tensor, lse: Tensor, dq: Tensor,
-                           dkeys: Tensor, dvalues: Tensor, first: bool) -> None:
+def add_diagonal_backward_(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    dq: Tensor,
+    dkeys: Tensor,
+    dvalues: Tensor,
+    first: bool,
+) -> None:
     """Adds the diagonal keys' share to `dq`, and to `dkeys` and `dvalues` (fp32, as keys and values), which are written
     instead if `first`. `out` and `lse` are those of the whole softmax."""
     if q.is_cuda:
@@ -83,8 +127,22 @@ def add_diagonal_backward_(q: Tensor, keys: Tensor, values: Tensor, out: Tensor,
 
         rows, heads, width = q.shape
         triton_kernels.add_diagonal_backward[(rows, keys.shape[2])](
-            q, keys, values, out, dout, lse, dq, dkeys, dvalues, rows, len(keys), width ** -0.5, FIRST=first,
-            **_shape(q, keys), num_warps=1)
+            q,
+            keys,
+            values,
+            out,
+            dout,
+            lse,
+            dq,
+            dkeys,
+            dvalues,
+            rows,
+            len(keys),
+            width**-0.5,
+            FIRST=first,
+            **_shape(q, keys),
+            num_warps=1,
+        )
         return
     weights = torch.exp(_diagonal_scores(q, keys) - lse.T).unsqueeze(-1)  # [j, n, heads, 1]
     dy = dout.float()
@@ -102,7 +160,9 @@ def silu_product_(out: Tensor, gates: Tensor) -> None:
     if gates.is_cuda:
         from eagle3.training.fused import triton_kernels
 
-        triton_kernels.silu_product[(len(gates), -(-out.shape[1] // 1024))](gates, out, out.shape[1], BLOCK=1024)
+        triton_kernels.silu_product[(len(gates), -(-out.shape[1] // 1024))](
+            gates, out, out.shape[1], BLOCK=1024
+        )
         return
     gate, up = gates.float().chunk(2, dim=-1)
     out.copy_(functional.silu(gate) * up)
@@ -114,7 +174,9 @@ def silu_product_backward_(dout: Tensor, gates: Tensor) -> None:
         from eagle3.training.fused import triton_kernels
 
         width = dout.shape[1]
-        triton_kernels.silu_product_backward[(len(gates), -(-width // 1024))](dout, gates, width, BLOCK=1024)
+        triton_kernels.silu_product_backward[(len(gates), -(-width // 1024))](
+            dout, gates, width, BLOCK=1024
+        )
         return
     gate, up = gates.float().chunk(2, dim=-1)
     dy, sigma = dout.float(), torch.sigmoid(gate)
@@ -129,8 +191,16 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
         rows, width = x.shape
         out = torch.empty((rows, width), dtype=FP8, device=x.device)
         scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
-        triton_kernels.quantize[(rows,)](x, out, scale, width, x.stride(0), LARGEST=FP8_MAX,
-                                         BLOCK=min(4096, _power(width)), num_warps=4)
+        triton_kernels.quantize[(rows,)](
+            x,
+            out,
+            scale,
+            width,
+            x.stride(0),
+            LARGEST=FP8_MAX,
+            BLOCK=min(4096, _power(width)),
+            num_warps=4,
+        )
         return out, scale
     x = x.float()
     scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / FP8_MAX
@@ -151,4 +221,10 @@ def _power(number: int) -> int:
 
 def _shape(q: Tensor, keys: Tensor) -> dict[str, int]:
     kv_heads, group, width = keys.shape[2], q.shape[1] // keys.shape[2], q.shape[2]
-    return {"KV": kv_heads, "GROUP": group, "D": width, "GROUP_P": _power(group), "D_P": _power(width)}
+    return {
+        "KV": kv_heads,
+        "GROUP": group,
+        "D": width,
+        "GROUP_P": _power(group),
+        "D_P": _power(width),
+    }

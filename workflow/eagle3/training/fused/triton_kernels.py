@@ -6,8 +6,19 @@ import triton.language as tl
 
 
 @triton.jit
-def soft_cross_entropy(student, teacher, teacher_lse, teacher_best, teachers, scale, losses, hits, width,
-                       KIND: tl.constexpr, BLOCK: tl.constexpr):
+def soft_cross_entropy(
+    student,
+    teacher,
+    teacher_lse,
+    teacher_best,
+    teachers,
+    scale,
+    losses,
+    hits,
+    width,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One program per row of `student` [n, width]: its loss and hit, and the gradient in place of the logits."""
     row = tl.program_id(0).to(tl.int64)
     source = tl.load(teachers + row).to(tl.int64)
@@ -15,7 +26,11 @@ def soft_cross_entropy(student, teacher, teacher_lse, teacher_best, teachers, sc
     columns = tl.arange(0, BLOCK)
     if source < 0:
         for start in range(0, width, BLOCK):
-            tl.store(student + start + columns, tl.zeros([BLOCK], student.dtype.element_ty), mask=start + columns < width)
+            tl.store(
+                student + start + columns,
+                tl.zeros([BLOCK], student.dtype.element_ty),
+                mask=start + columns < width,
+            )
         tl.store(losses + row, 0.0)
         tl.store(hits + row, 0)
     else:
@@ -39,8 +54,12 @@ def soft_cross_entropy(student, teacher, teacher_lse, teacher_best, teachers, sc
             overlap = 0.0
             for start in range(0, width, BLOCK):
                 inside = start + columns < width
-                s = tl.load(student + start + columns, mask=inside, other=float("-inf")).to(tl.float32)
-                t = tl.load(teacher + start + columns, mask=inside, other=float("-inf")).to(tl.float32)
+                s = tl.load(student + start + columns, mask=inside, other=float("-inf")).to(
+                    tl.float32
+                )
+                t = tl.load(teacher + start + columns, mask=inside, other=float("-inf")).to(
+                    tl.float32
+                )
                 q, p = tl.exp(s - lse), tl.exp(t - lse_t)
                 overlap += tl.sum(tl.minimum(p, q), axis=0)
                 under += tl.sum(tl.where(q < p, q, 0.0), axis=0)
@@ -63,12 +82,30 @@ def soft_cross_entropy(student, teacher, teacher_lse, teacher_best, teachers, sc
                 gradient = q * (under - tl.where(q < p, 1.0, 0.0))
                 if KIND == 2:
                     gradient = gradient / overlap
-            tl.store(student + start + columns, (weight * gradient).to(student.dtype.element_ty), mask=inside)
+            tl.store(
+                student + start + columns,
+                (weight * gradient).to(student.dtype.element_ty),
+                mask=inside,
+            )
 
 
 @triton.jit
-def add_diagonal(q, keys, values, out, lse, total, n, count, scale, KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
-                 GROUP_P: tl.constexpr, D_P: tl.constexpr):
+def add_diagonal(
+    q,
+    keys,
+    values,
+    out,
+    lse,
+    total,
+    n,
+    count,
+    scale,
+    KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    GROUP_P: tl.constexpr,
+    D_P: tl.constexpr,
+):
     """One program per row and key head: merges `count` diagonal keys into `out` [n, heads, d] and lse [heads, n]."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     g, d = tl.arange(0, GROUP_P), tl.arange(0, D_P)
@@ -94,9 +131,26 @@ def add_diagonal(q, keys, values, out, lse, total, n, count, scale, KV: tl.const
 
 
 @triton.jit
-def add_diagonal_backward(q, keys, values, out, dout, lse, dq, dkeys, dvalues, n, count, scale, FIRST: tl.constexpr,
-                          KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, GROUP_P: tl.constexpr,
-                          D_P: tl.constexpr):
+def add_diagonal_backward(
+    q,
+    keys,
+    values,
+    out,
+    dout,
+    lse,
+    dq,
+    dkeys,
+    dvalues,
+    n,
+    count,
+    scale,
+    FIRST: tl.constexpr,
+    KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    GROUP_P: tl.constexpr,
+    D_P: tl.constexpr,
+):
     """Adds the diagonal keys' share to dq, and to dkeys and dvalues fp32 (which FIRST writes instead)."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     g, d = tl.arange(0, GROUP_P), tl.arange(0, D_P)
@@ -106,7 +160,9 @@ def add_diagonal_backward(q, keys, values, out, dout, lse, dq, dkeys, dvalues, n
     dy = tl.load(dout + place, mask=inside, other=0.0).to(tl.float32)
     y = tl.load(out + place, mask=inside, other=0.0).to(tl.float32)
     dx = tl.load(dq + place, mask=inside, other=0.0).to(tl.float32)
-    total = tl.load(lse + (head * GROUP + g) * n.to(tl.int64) + row, mask=g < GROUP, other=float("inf"))
+    total = tl.load(
+        lse + (head * GROUP + g) * n.to(tl.int64) + row, mask=g < GROUP, other=float("inf")
+    )
     delta = tl.sum(dy * y, axis=1)
     for j in range(0, count):
         key = ((j * n.to(tl.int64) + row) * KV + head) * D + d
@@ -131,7 +187,11 @@ def silu_product(gates, out, width, BLOCK: tl.constexpr):
     inside = columns < width
     gate = tl.load(gates + row * 2 * width + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gates + row * 2 * width + width + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + columns, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+    tl.store(
+        out + row * width + columns,
+        (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty),
+        mask=inside,
+    )
 
 
 @triton.jit
@@ -155,10 +215,16 @@ def quantize(x, out, scales, width, stride, LARGEST: tl.constexpr, BLOCK: tl.con
     columns = tl.arange(0, BLOCK)
     top = 1e-12
     for start in range(0, width, BLOCK):
-        here = tl.load(x + row * stride + start + columns, mask=start + columns < width, other=0.0).to(tl.float32)
+        here = tl.load(
+            x + row * stride + start + columns, mask=start + columns < width, other=0.0
+        ).to(tl.float32)
         top = tl.maximum(top, tl.max(tl.abs(here), axis=0))
     tl.store(scales + row, top / LARGEST)
     for start in range(0, width, BLOCK):
         inside = start + columns < width
         here = tl.load(x + row * stride + start + columns, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + row * width + start + columns, (here * (LARGEST / top)).to(out.dtype.element_ty), mask=inside)
+        tl.store(
+            out + row * width + start + columns,
+            (here * (LARGEST / top)).to(out.dtype.element_ty),
+            mask=inside,
+        )
