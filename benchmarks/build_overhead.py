@@ -1,11 +1,12 @@
-"""What the build itself costs: a no-op build and a stage's gate, against bare Snakemake and bare DVC on the same graph.
+"""What the build itself costs: a no-op build and a stage's gate, against bare Snakemake and bare
+DVC on the same graph.
 
     python benchmarks/build_overhead.py [--datasets 10] [--repeat 5] [--out build_overhead.json]
 
-The graph is this project's with that many data sets. Every stage's command is replaced by one that creates its outputs
-at once, so that what is measured is the build and nothing else. Times are CPU seconds of the process and its children
-(user + system), the smallest of the repetitions; a busy machine changes them little.
-"""
+The graph is this project's with that many data sets. Every stage's command is replaced by one that
+creates its outputs at once, so that what is measured is the build and nothing else. Times are CPU
+seconds of the process and its children (user + system), the smallest of the repetitions; a busy
+machine changes them little."""
 
 import argparse
 import json

@@ -1,22 +1,24 @@
-"""Speed and fidelity of hidden-state capture on a GPU: through SGLang's hooks and through transformers.
+"""Speed and fidelity of hidden-state capture on a GPU: through SGLang's hooks and through
+transformers.
 
     PYTHONPATH=workflow python benchmarks/extract_gpu.py --target /models/target --site SITE
 
-SITE is a folder with SGLang for PYTHONPATH. Arms, all over the same records and all with shards on disk:
+SITE is a folder with SGLang for PYTHONPATH. Arms, all over the same records and all with shards on
+disk:
 
-    plain      prefill of the records on the server, by the same client, no states wanted
-    capture    the same, states written to bf16 shards by the hooks (goal: 0.95 of plain)
-    fp8        the same into fp8 shards
-    bare       transformers' forward passes alone, the same batches
-    offload    transformers capture into bf16 shards (goal: 0.9 of bare), and `offload fp8` into fp8 shards
+    plain      prefill of the records on the server, by the same client, no states wanted capture
+    the same, states written to bf16 shards by the hooks (goal: 0.95 of plain) fp8        the same
+    into fp8 shards bare       transformers' forward passes alone, the same batches offload
+    transformers capture into bf16 shards (goal: 0.9 of bare), and `offload fp8` into fp8 shards
 
-Once for the target (--arms sglang transformers), once for a random Llama of 8B (8b-sglang, 8b). An arm that fails is recorded
-and the others go on. Speeds are of whole extractions; beside them is what they are without the self-check, whose four requests
-one after the other cost the same before any number of tokens.
+Once for the target (--arms sglang transformers), once for a random Llama of 8B (8b-sglang, 8b). An
+arm that fails is recorded and the others go on. Speeds are of whole extractions; beside them is
+what they are without the self-check, whose four requests one after the other cost the same before
+any number of tokens.
 
-Then a few records' states against transformers in fp32, next to what transformers in bf16 differs from it. Records are
-random ids, or a records file (--records); with --out the bf16 shards become a data set's folder that `train` reads.
-"""
+Then a few records' states against transformers in fp32, next to what transformers in bf16 differs
+from it. Records are random ids, or a records file (--records); with --out the bf16 shards become a
+data set's folder that `train` reads."""
 
 import argparse
 import contextlib
@@ -253,8 +255,8 @@ class Bench:
     def extract(
         self, subject: Subject, capture, dtype: str, engine: str, out: Path | None = None
     ) -> dict[str, float]:
-        """Seconds of an extraction from nothing, and those of its self-check. What it says of a random model is on record
-        and no reason to measure nothing."""
+        """Seconds of an extraction from nothing, and those of its self-check. What it says of a
+        random model is on record and no reason to measure nothing."""
         params = SimpleNamespace(
             dtype=dtype, shard_bytes=self.options.shard_bytes, max_quarantine_rate=0.01
         )
@@ -446,7 +448,8 @@ class Bench:
         )
 
     def fidelity(self, target: Target, layers: list[int], folder: Path) -> None:
-        """Relative error to transformers in fp32 of the captured states and of transformers in bf16."""
+        """Relative error to transformers in fp32 of the captured states and of transformers in
+        bf16."""
         data = shards.ShardSet([folder], "train", {})
         chosen = [data[i] for i in range(0, len(data), max(1, len(data) // 8))][:8]
         device = "cuda" if torch.cuda.is_available() else "cpu"

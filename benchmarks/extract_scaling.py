@@ -2,10 +2,9 @@
 
     PYTHONPATH=workflow python benchmarks/extract_scaling.py --target data/target
 
-Extracts the states of random ids at each size in a process of its own, on the CPU, with a tiny random model of the
-target's vocabulary unless --target is given, and prints tokens/s and the largest memory of the process beyond what it
-had when the model was loaded.
-"""
+Extracts the states of random ids at each size in a process of its own, on the CPU, with a tiny
+random model of the target's vocabulary unless --target is given, and prints tokens/s and the
+largest memory of the process beyond what it had when the model was loaded."""
 
 import argparse
 import contextlib
@@ -137,7 +136,8 @@ def main() -> None:
     print("\n    tokens  shards   seconds   tokens/s   memory of the extraction")
     for row in found:
         print(
-            f"{row['tokens']:10,} {row['shards']:7} {row['seconds']:9.1f} {row['tokens_per_second']:10,.0f} "
+            f"{row['tokens']:10,} {row['shards']:7} {row['seconds']:9.1f} "
+            f"{row['tokens_per_second']:10,.0f} "
             f"{row['memory_mib']:8,.0f} MiB"
         )
     (Path(os.environ.get("OUT", options.work)) / "extract_scaling.json").write_text(

@@ -1,12 +1,13 @@
-"""What the number of bits in which fp8 products are summed does to the gradient that goes through the drafter's head.
+"""What the number of bits in which fp8 products are summed does to the gradient that goes through
+the drafter's head.
 
     PYTHONPATH=workflow python benchmarks/fp8_sums.py --drafter data/drafter
 
-Run it in a built project. The gradient of real logits [n, D] times the head [D, H], by row: exact; in fp8 with exact sums; with
-sums of 14 bits, as a Hopper GPU keeps them by itself (an addend smaller than 2**-13 of the largest is dropped, truncation);
-and with such sums carried over to fp32 every 128 addends. Emulated on the CPU. Printed: the relative error, and that of the mean
-over the rows, where errors on the same side add up and others do not.
-"""
+Run it in a built project. The gradient of real logits [n, D] times the head [D, H], by row: exact;
+in fp8 with exact sums; with sums of 14 bits, as a Hopper GPU keeps them by itself (an addend
+smaller than 2**-13 of the largest is dropped, truncation); and with such sums carried over to fp32
+every 128 addends. Emulated on the CPU. Printed: the relative error, and that of the mean over the
+rows, where errors on the same side add up and others do not."""
 
 import argparse
 import json
@@ -26,7 +27,8 @@ STEPS = 3
 def logit_gradients(
     folder: Path, target: Target, states: list[Path], rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(gradients of the loss by the logits [n, D], head [D, H]) of a trained drafter on some training records."""
+    """(gradients of the loss by the logits [n, D], head [D, H]) of a trained drafter on some
+    training records."""
     drafter = export.load_drafter(folder, target.embedding().float()).float()
     data = shards.ShardSet(states, "train", {}, verify=False)
     layout = layouts.plan([data[i] for i in range(8)], STEPS)
@@ -58,7 +60,8 @@ def truncated(x: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
 
 
 def short_sums(a: torch.Tensor, b: torch.Tensor, promote: int | None = None) -> torch.Tensor:
-    """a [n, K] @ b [out, K].T, summed 32 at a time in 14 bits; after every `promote` such blocks carried over to fp32."""
+    """a [n, K] @ b [out, K].T, summed 32 at a time in 14 bits; after every `promote` such blocks
+    carried over to fp32."""
     short, total = (torch.zeros(len(a), len(b)) for _ in range(2))
     for block in range(-(-a.shape[1] // 32)):
         part = slice(32 * block, 32 * block + 32)
@@ -99,7 +102,8 @@ def main() -> None:
             "to_chance": (wrong.mean(0).norm() * len(wrong) / wrong.norm()).item(),
         }
         print(
-            f"{name:26} error {found[name]['error']:.3f}, of the mean over {len(wrong)} rows {found[name]['error_of_mean']:.3f}, "
+            f"{name:26} error {found[name]['error']:.3f}, of the mean over {len(wrong)} rows "
+            f"{found[name]['error_of_mean']:.3f}, "
             f"{found[name]['to_chance']:.1f} times chance",
             flush=True,
         )

@@ -1,11 +1,13 @@
-"""How many rows per second the client can take, and how much memory a million of them needs; no GPU.
+"""How many rows per second the client can take, and how much memory a million of them needs; no
+GPU.
 
-    python benchmarks/generate_client.py --rows 20000              # the client alone: rows/s, CPU, memory
-    python benchmarks/generate_client.py --rows 1000000 --stages   # prepare, generate, tokenize: peak memory of each
+    python benchmarks/generate_client.py --rows 20000              # the client alone: rows/s, CPU,
+    memory python benchmarks/generate_client.py --rows 1000000 --stages   # prepare, generate,
+    tokenize: peak memory of each
 
-The server is the tests' own, at full speed, as a process of its own on the same cores; its share of the CPU is shown.
-Prompts are short and all different; answers have up to 24 ids. The tokenizer is a small byte-level BPE.
-"""
+The server is the tests' own, at full speed, as a process of its own on the same cores; its share of
+the CPU is shown. Prompts are short and all different; answers have up to 24 ids. The tokenizer is a
+small byte-level BPE."""
 
 import argparse
 import json
@@ -18,7 +20,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "workflow"), str(ROOT / "tests")]
-WORDS = "the a river stone house green walks runs to from with and count seven blue bird sings code print loop".split()
+WORDS = (
+    "the a river stone house green walks runs to from with and count seven blue bird sings "
+    "code print loop"
+).split()
 
 
 def write_rows(path: Path, count: int) -> None:

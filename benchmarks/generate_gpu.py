@@ -1,17 +1,19 @@
 """Tokens/s of `generate` against the server's own best, on the same prompts, in one call.
 
-    PYTHONPATH=workflow python benchmarks/generate_gpu.py --target /models/target --data FOLDER --server-pythonpath SITE
+    PYTHONPATH=workflow python benchmarks/generate_gpu.py --target /models/target --data FOLDER
+    --server-pythonpath SITE
 
-FOLDER holds the source files of params.yaml's data sets (their base names) and, with --prompts, there is one more data
-set of {"prompt": text} lines. A project is laid out in --work and the real stages run in it: target, prepare, generate.
-Arms, each after a flush of the server's prefix cache, over the first --compare prompts of every data set:
+FOLDER holds the source files of params.yaml's data sets (their base names) and, with --prompts,
+there is one more data set of {"prompt": text} lines. A project is laid out in --work and the real
+stages run in it: target, prepare, generate. Arms, each after a flush of the server's prefix cache,
+over the first --compare prompts of every data set:
 
-    ours    the stage `generate`: streaming, checks, journal, status
-    loop    a bare asyncio loop that posts the same ids, --concurrency at once, and throws the answers away
-    batch   one request that holds all prompts: no client at all
+    ours    the stage `generate`: streaming, checks, journal, status loop    a bare asyncio loop
+    that posts the same ids, --concurrency at once, and throws the answers away batch   one request
+    that holds all prompts: no client at all
 
-Then the caps are raised and `generate` makes the difference. The answers stay in WORK/data/responses for training.
-"""
+Then the caps are raised and `generate` makes the difference. The answers stay in
+WORK/data/responses for training."""
 
 import argparse
 import asyncio
@@ -97,7 +99,8 @@ def stage(work: Path, script: str, *words: str) -> None:
 
 
 def ours(work: Path, name: str) -> dict:
-    """Runs the stage; its own count of tokens and of seconds between the ready server and the last answer."""
+    """Runs the stage; its own count of tokens and of seconds between the ready server and the last
+    answer."""
     status = work / f".work/generate/{name}/status.json"
     status.unlink(missing_ok=True)
     stage(
@@ -168,7 +171,8 @@ def reference(url: str, prompts: list[list[int]], arm: str, arguments) -> dict:
 
 
 def measure(work: Path, names: list[str], url: str, arguments) -> list[dict]:
-    """A row per data set and arm. Every round runs all arms, so that a drift of the machine hits each of them."""
+    """A row per data set and arm. Every round runs all arms, so that a drift of the machine hits
+    each of them."""
     rows = []
     arms = ["loop", "ours"] + (["batch"] if arguments.batch else [])
     for number, name in itertools.product(range(arguments.rounds), names):
@@ -183,7 +187,8 @@ def measure(work: Path, names: list[str], url: str, arguments) -> list[dict]:
                 found = reference(url, prompts, arm, arguments)
             rows.append({"round": number, "dataset": name, "arm": arm, **found})
             print(
-                f"{name} {arm}: {found['rows']} rows, {found['tokens'] / found['seconds']:,.0f} tokens/s",
+                f"{name} {arm}: {found['rows']} rows, {found['tokens'] / found['seconds']:,.0f} "
+                "tokens/s",
                 flush=True,
             )
     return rows
@@ -286,7 +291,8 @@ def main() -> None:
             rest[name] = ours(work, name)
         made = sum(row["rows"] for row in rest.values())
         print(
-            f"\ncaps raised: {made} more rows, {sum(row['tokens'] for row in rest.values()):,} tokens; answers are in "
+            f"\ncaps raised: {made} more rows, {sum(row['tokens'] for row in rest.values()):,} "
+            "tokens; answers are in "
             f"{work / 'data/responses'}"
         )
         Path(arguments.out).mkdir(parents=True, exist_ok=True)

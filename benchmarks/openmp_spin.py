@@ -1,10 +1,11 @@
-"""What threads of OpenMP that wait in place cost: small products alone, and beside one other busy process.
+"""What threads of OpenMP that wait in place cost: small products alone, and beside one other busy
+process.
 
     python benchmarks/openmp_spin.py
 
-Two threads on as many cores. Each row is a process of its own with another GOMP_SPINCOUNT (how often a thread looks before it
-sleeps); `eagle3.environment` sets the middle one. The busy process takes one core.
-"""
+Two threads on as many cores. Each row is a process of its own with another GOMP_SPINCOUNT (how
+often a thread looks before it sleeps); `eagle3.environment` sets the middle one. The busy process
+takes one core."""
 
 import os
 import subprocess

@@ -1,17 +1,20 @@
-"""Accept length by update of several ways to train on the same shards: settings, amounts of data, and SpecForge's recipe.
+"""Accept length by update of several ways to train on the same shards: settings, amounts of data,
+and SpecForge's recipe.
 
-    PYTHONPATH=workflow:benchmarks:FOLDER python benchmarks/quality.py --arm fitted:init=least_squares \
+    PYTHONPATH=workflow:benchmarks:FOLDER python benchmarks/quality.py --arm
+    fitted:init=least_squares \
         --arm "a quarter:init=least_squares,share=0.25" --arm specforge:recipe=specforge
 
-Run it in a built project: it reads data/target, data/vocab and data/hidden_states, and `train` of params.yaml for what an arm
-does not name. All arms see the records in the same order and are judged by the same validation records; the best state of each
-counts. An arm is NAME:key=value,…, where a key is one of section `train` (architecture.intermediate_size, say, for one of a section
-of its own), or
+Run it in a built project: it reads data/target, data/vocab and data/hidden_states, and `train` of
+params.yaml for what an arm does not name. All arms see the records in the same order and are judged
+by the same validation records; the best state of each counts. An arm is NAME:key=value,…, where a
+key is one of section `train` (architecture.intermediate_size, say, for one of a section of its
+own), or
 
-    share=0.25          a quarter of the training records
-    vocab=FILE          another draft vocabulary
-    states=FOLDER       training states from another folder (the validation states stay)
-    recipe=specforge    SpecForge's own initial weights, model, loss, mask and optimizer, in bf16 on a GPU, fp32 on a CPU;
+    share=0.25          a quarter of the training records vocab=FILE          another draft
+    vocabulary states=FOLDER       training states from another folder (the validation states stay)
+    recipe=specforge    SpecForge's own initial weights, model, loss, mask and optimizer, in bf16 on
+    a GPU, fp32 on a CPU;
                         FOLDER on PYTHONPATH holds the unpacked wheel specforge-0.2.0
 
 With --export each of our drafters goes to EXPORT/NAME, as stage `train` writes it.
@@ -61,7 +64,8 @@ KEPT = (
 
 
 class Arm:
-    """What an arm starts from: target, shards, draft vocabulary, the drafter's configuration and its settings."""
+    """What an arm starts from: target, shards, draft vocabulary, the drafter's configuration and
+    its settings."""
 
     def __init__(self, options: argparse.Namespace, text: str):
         self.name, _, settings = text.partition(":")
@@ -187,7 +191,8 @@ def specforge(arm: Arm) -> list[dict]:
         if update % arm.params.validate_every == 0:
             history.append({"update": update, "accept_length": judge(draft)})
             print(
-                f"update {update} of {len(plan)}, {history[-1]['accept_length']:.3f}, {time.monotonic() - started:.0f} s",
+                f"update {update} of {len(plan)}, {history[-1]['accept_length']:.3f}, "
+                f"{time.monotonic() - started:.0f} s",
                 flush=True,
             )
         batch = padded(
@@ -200,9 +205,9 @@ def specforge(arm: Arm) -> list[dict]:
 
 
 def padded(rows: list[dict], compute: torch.dtype, length: int | None) -> dict[str, torch.Tensor]:
-    """A batch as SpecForge's collator and target head make it: ids and states of the target moved left by one, the mask not
-    moved, its last position off. `length`: of all batches, and sequences of nothing up to a multiple of 16, so that its kernels
-    are compiled for few shapes."""
+    """A batch as SpecForge's collator and target head make it: ids and states of the target moved
+    left by one, the mask not moved, its last position off. `length`: of all batches, and sequences
+    of nothing up to a multiple of 16, so that its kernels are compiled for few shapes."""
     count = -(-len(rows) // 16) * 16 if length else len(rows)
     length = length or max(len(row["input_ids"]) for row in rows)
 
@@ -226,7 +231,8 @@ def padded(rows: list[dict], compute: torch.dtype, length: int | None) -> dict[s
 
 
 class Judge:
-    """Simulated accept length of a peer's weights, measured as the trainer's own validation does."""
+    """Simulated accept length of a peer's weights, measured as the trainer's own validation
+    does."""
 
     def __init__(self, arm: Arm):
         self.arm, self.drafter = arm, arm.drafter()
@@ -268,7 +274,8 @@ def one(options: argparse.Namespace, text: str) -> None:
 
 
 def start(options: argparse.Namespace, text: str, gpus: list[str]) -> None:
-    """An arm in a process of its own, on one of the GPUs that are free; its output goes to WORK/NAME.log."""
+    """An arm in a process of its own, on one of the GPUs that are free; its output goes to
+    WORK/NAME.log."""
     name, gpu = text.partition(":")[0], gpus.pop() if gpus else None
     passed = [
         part

@@ -1,10 +1,10 @@
-"""Prompts by the target itself: sampled continuations of an open user turn, for studies that need more prompts than
-packages ship.
+"""Prompts by the target itself: sampled continuations of an open user turn, for studies that need
+more prompts than packages ship.
 
     python benchmarks/self_prompts.py --target /models/target --count 20000 --out prompts.jsonl
 
-Writes {"prompt": text} lines: distinct, finished by the model, 8 to 600 characters long. Runs in process on the GPU.
-"""
+Writes {"prompt": text} lines: distinct, finished by the model, 8 to 600 characters long. Runs in
+process on the GPU."""
 
 import argparse
 import json

@@ -1,13 +1,14 @@
-"""Serves held-out prompts on real SGLang with and without drafters, on one GPU, and writes the report of a bench.
+"""Serves held-out prompts on real SGLang with and without drafters, on one GPU, and writes the
+report of a bench.
 
     PYTHONPATH=workflow python3 benchmarks/serve_gpu.py --records data/records --out $OUT \
         --drafter small=DIR --drafter large=DIR --python-path FOLDER_WITH_SGLANG --target MODEL_DIR
 
-The last drafter named is the main one: it is measured over all batch sizes and ways of drafting; those of --matrix over all
-batch sizes; the others, for the curve of accept length over training data, at one batch size. All servers start at once and
-are measured one after the other.
-Without a GPU, --command names a stand-in for `python -m sglang.launch_server`, and the whole script can be tried.
-"""
+The last drafter named is the main one: it is measured over all batch sizes and ways of drafting;
+those of --matrix over all batch sizes; the others, for the curve of accept length over training
+data, at one batch size. All servers start at once and are measured one after the other. Without a
+GPU, --command names a stand-in for `python -m sglang.launch_server`, and the whole script can be
+tried. """
 
 import argparse
 import contextlib
@@ -51,7 +52,8 @@ COMMON = {
 
 
 class Servers:
-    """Servers by their flags. They are started by `start`, waited for when they are first wanted, and stopped together."""
+    """Servers by their flags. They are started by `start`, waited for when they are first wanted,
+    and stopped together."""
 
     def __init__(
         self, command: list[str], environment: dict[str, str], folder: Path, patience: float
@@ -100,7 +102,8 @@ class Servers:
         while not ready(url):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise Refusal(
-                    f"the server with {flags} did not come up: {log.read_text(errors='replace')[-3000:]}"
+                    f"the server with {flags} did not come up: "
+                    f"{log.read_text(errors='replace')[-3000:]}"
                 )
             time.sleep(1)
         yield url
@@ -152,7 +155,8 @@ def open_target(folder: Path, work: Path, dtype: str) -> Target:
 
 
 def simulators(target: Target, drafters: dict[str, Path]):
-    """What simulates a variant: the drafter's layers are those that SGLang reads from its config."""
+    """What simulates a variant: the drafter's layers are those that SGLang reads from its
+    config."""
     convention = layers.convention_of(target.info["architecture"])
     embedding = target.embedding().float()
     known: dict[Path, Simulator] = {}
@@ -313,7 +317,8 @@ def card() -> str:
 
 def show(cells: list[dict], curve_cells: list[dict], content: dict) -> None:
     print(
-        f"{'variant':24} {'batch':>5} {'base t/s':>9} {'spec t/s':>9} {'speed-up':>22} {'served':>7} {'replay':>7} "
+        f"{'variant':24} {'batch':>5} {'base t/s':>9} {'spec t/s':>9} {'speed-up':>22} "
+        f"{'served':>7} {'replay':>7} "
         f"{'diff':>6} {'simul':>7} {'even':>6} {'equal':>9}"
     )
     for cell in [*curve_cells, *cells]:
@@ -321,10 +326,14 @@ def show(cells: list[dict], curve_cells: list[dict], content: dict) -> None:
         length, rates, outputs = f["accept_length"], f["tokens_per_second"], f["outputs"]
         replayed = length["replayed"] or float("nan")
         print(
-            f"{cell['variant']:24} {cell['concurrency']:5} {rates['baseline']:9.0f} {rates['speculative']:9.0f} "
-            f"{f['speed_up']:7.3f} [{f['speed_up_low']:.3f}, {f['speed_up_high']:.3f}] {length['served']:7.3f} "
-            f"{replayed:7.3f} {replayed / length['served'] - 1:6.1%} {length['simulated'] or float('nan'):7.3f} "
-            f"{length['break_even'] or float('nan'):6.2f} {outputs['equal']:4}/{outputs['compared']}"
+            f"{cell['variant']:24} {cell['concurrency']:5} {rates['baseline']:9.0f} "
+            f"{rates['speculative']:9.0f} "
+            f"{f['speed_up']:7.3f} [{f['speed_up_low']:.3f}, {f['speed_up_high']:.3f}] "
+            f"{length['served']:7.3f} "
+            f"{replayed:7.3f} {replayed / length['served'] - 1:6.1%} "
+            f"{length['simulated'] or float('nan'):7.3f} "
+            f"{length['break_even'] or float('nan'):6.2f} "
+            f"{outputs['equal']:4}/{outputs['compared']}"
         )
     print(content["verdict"])
     print(content["differences"])

@@ -1,12 +1,14 @@
-"""A whole study on one or two GPUs: prompts, answers of a real server, states, drafters of several kinds and sizes, serving.
+"""A whole study on one or two GPUs: prompts, answers of a real server, states, drafters of several
+kinds and sizes, serving.
 
-    PYTHONPATH=workflow:benchmarks python benchmarks/study_gpu.py --target /models/target --site SITE --data FOLDER --out DIR
+    PYTHONPATH=workflow:benchmarks python benchmarks/study_gpu.py --target /models/target --site
+    SITE --data FOLDER --out DIR
 
-Lays a project out in --work and runs the product's own stages in it; SGLang answers. FOLDER holds the source files of
-params.yaml's data sets (their base names). Beside the server, which has the first GPU, the last one makes the prompts
-(self_prompts.py) and measures what is in --beside. Then quality.py trains --arms of ARMS, and serve_gpu.py serves --served.
-Every phase prints when it began; DIR gets what each benchmark writes.
-"""
+Lays a project out in --work and runs the product's own stages in it; SGLang answers. FOLDER holds
+the source files of params.yaml's data sets (their base names). Beside the server, which has the
+first GPU, the last one makes the prompts (self_prompts.py) and measures what is in --beside. Then
+quality.py trains --arms of ARMS, and serve_gpu.py serves --served. Every phase prints when it
+began; DIR gets what each benchmark writes."""
 
 import argparse
 import contextlib
@@ -25,7 +27,8 @@ import yaml
 from serve_gpu import COMMON, Servers, ready
 
 ROOT = Path(__file__).resolve().parents[1]
-# name -> settings (see quality.py); U is --updates, P the updates of the comparison, N a vocabulary of that size.
+# name -> settings (see quality.py); U is --updates, P the updates of the comparison, N a vocabulary
+# of that size.
 ARMS = {
     "all": "init=least_squares,max_updates=U",
     "quarter": "init=least_squares,share=0.25,max_updates=U",
@@ -88,7 +91,8 @@ class Study:
         self.run(f"workflow/scripts/{script}.py", *words, gpu=gpu, cwd=self.work, log="stages")
 
     def lay_out(self, url: str) -> None:
-        """The project: the package sets of params.yaml whose files are there, and one set for each file of own prompts."""
+        """The project: the package sets of params.yaml whose files are there, and one set for each
+        file of own prompts."""
         options = self.options
         shutil.copytree(
             ROOT / "workflow", self.work / "workflow", ignore=shutil.ignore_patterns("__pycache__")
@@ -289,7 +293,8 @@ class Study:
         self.say(f"states of {tokens:,} tokens")
 
     def train(self) -> None:
-        """The drafters to serve on the first GPU, and beside them the comparison on the last one, which `compared` waits for."""
+        """The drafters to serve on the first GPU, and beside them the comparison on the last one,
+        which `compared` waits for."""
         options = self.options
         served = [name for name in options.arms if ARMS[name].endswith("=U")]
         others = [name for name in options.arms if name not in served]

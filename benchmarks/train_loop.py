@@ -1,18 +1,20 @@
 """The whole training loop, shards on disk to optimizer, on one GPU and on several.
 
-    PYTHONPATH=workflow python benchmarks/train_loop.py --size large --runs one again resumed ddp fsdp --out DIR
+    PYTHONPATH=workflow python benchmarks/train_loop.py --size large --runs one again resumed ddp
+    fsdp --out DIR
 
-Every run is the product's own Trainer over the same random shards, an update being two packed batches. Runs:
+Every run is the product's own Trainer over the same random shards, an update being two packed
+batches. Runs:
 
     one, again   one process, twice: the noise of the GPU, for scale
     resumed      one process, stopped after half of the updates and continued by a new process
     ddp, fsdp    two processes by torchrun, each with its GPU
     threads-N    one process with N threads that read ahead
 
-Reported: tokens/s of the second half of the updates, the largest relative difference of the loss to `one`, and how far the
-final weights lie from those of `one`, relative to how far training moved them. `--profile` adds where the main thread and
-the loader's threads are, and the GPU's busy share. `--tiny` runs on a CPU (gloo) as well.
-"""
+Reported: tokens/s of the second half of the updates, the largest relative difference of the loss to
+`one`, and how far the final weights lie from those of `one`, relative to how far training moved
+them. `--profile` adds where the main thread and the loader's threads are, and the GPU's busy share.
+`--tiny` runs on a CPU (gloo) as well."""
 
 import argparse
 import json
@@ -260,7 +262,8 @@ def run(options: argparse.Namespace, name: str) -> dict:
 
 
 def distance(folder: Path, name: str, reference: str) -> float:
-    """How far the weights of a run lie from those of the reference, over how far the reference moved."""
+    """How far the weights of a run lie from those of the reference, over how far the reference
+    moved."""
     mine, theirs = (torch.load(folder / f"{n}.pt", weights_only=True) for n in (name, reference))
     apart = sum((mine[n][0] - theirs[n][0]).float().square().sum().item() for n in mine)
     moved = sum((theirs[n][0] - theirs[n][1]).float().square().sum().item() for n in mine)
@@ -317,12 +320,15 @@ def main() -> None:
                 flush=True,
             )
     print(
-        f"\n{'run':12} {'tokens/s':>10} {'of first':>9} {'loss apart':>11} {'weights apart':>14} {'GiB':>6} {'seconds':>8}"
+        f"\n{'run':12} {'tokens/s':>10} {'of first':>9} {'loss apart':>11} {'weights apart':>14} "
+        f"{'GiB':>6} {'seconds':>8}"
     )
     for name, one in found.items():
         print(
-            f"{name:12} {one['tokens_per_second']:10,.0f} {one['tokens_per_second'] / found[first]['tokens_per_second']:9.2f} "
-            f"{one['loss_difference']:11.2e} {one['weight_distance']:14.2e} {one['peak_gib'] or 0:6.1f} {one['whole_seconds']:8.0f}"
+            f"{name:12} {one['tokens_per_second']:10,.0f} "
+            f"{one['tokens_per_second'] / found[first]['tokens_per_second']:9.2f} "
+            f"{one['loss_difference']:11.2e} {one['weight_distance']:14.2e} "
+            f"{one['peak_gib'] or 0:6.1f} {one['whole_seconds']:8.0f}"
         )
 
 

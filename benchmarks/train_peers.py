@@ -1,12 +1,13 @@
 """The peers' own model and loss on the cases of train_throughput.py, one peer per process.
 
-    PYTHONPATH=FOLDER python benchmarks/train_peers.py {specforge|speculators} --folder FOLDER --out FILE
+    PYTHONPATH=FOLDER python benchmarks/train_peers.py {specforge|speculators} --folder FOLDER --out
+    FILE
 
-FOLDER holds the unpacked wheels specforge-0.2.0 and speculators-0.9.0. Only their model, loss, attention and optimizer run;
-modules of their data side that are not installed are replaced by empty ones. SpecForge pads: its real tokens/s on records as
-they are is its dense rate times the share of real tokens in a batch of 8. speculators packs, so it runs batches of such records
-too, and computes every position.
-"""
+FOLDER holds the unpacked wheels specforge-0.2.0 and speculators-0.9.0. Only their model, loss,
+attention and optimizer run; modules of their data side that are not installed are replaced by empty
+ones. SpecForge pads: its real tokens/s on records as they are is its dense rate times the share of
+real tokens in a batch of 8. speculators packs, so it runs batches of such records too, and computes
+every position."""
 
 import argparse
 import importlib
@@ -23,7 +24,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def load(name: str):
-    """A module of a peer. What it imports for reading data and calling servers is not needed here."""
+    """A module of a peer. What it imports for reading data and calling servers is not needed
+    here."""
     for _ in range(40):
         try:
             return importlib.import_module(name)
@@ -57,7 +59,8 @@ def llama(size: dict):
 
 
 def specforge(size: dict):
-    """(cases, update) of SpecForge: bf16 model, fp32 masters, flex attention, batches of 8. `cases` is {name: [(inputs, tokens)]}."""
+    """(cases, update) of SpecForge: bf16 model, fp32 masters, flex attention, batches of 8. `cases`
+    is {name: [(inputs, tokens)]}."""
     model = load("specforge.algorithms.eagle3.model")
     draft = (
         load("specforge.modeling.draft.llama3_eagle")
@@ -127,7 +130,8 @@ def speculators(size: dict):
     last = torch.randn(1, length, hidden, device=DEVICE).bfloat16()
 
     def packed(rows: list[dict]):
-        """A batch of `length` tokens; what the rows leave free is a document of its own without supervision."""
+        """A batch of `length` tokens; what the rows leave free is a document of its own without
+        supervision."""
         lengths = [len(row["input_ids"]) for row in rows]
         real = sum(lengths)
         lengths += [length - real] if real < length else []

@@ -1,12 +1,14 @@
-"""Training throughput on one GPU, at the dimensions of Llama-3.1-8B, and what each part of it costs.
+"""Training throughput on one GPU, at the dimensions of Llama-3.1-8B, and what each part of it
+costs.
 
-    PYTHONPATH=workflow python benchmarks/train_throughput.py --out DIR [--peers DIR] [--sections correct,dense,…]
+    PYTHONPATH=workflow python benchmarks/train_throughput.py --out DIR [--peers DIR] [--sections
+    correct,dense,…]
 
-Checks first that the fast path gives the numbers of the readable one. Then forward + backward + clipping + AdamW of whole
-updates: dense sequences of 2048, all tokens supervised, and records as they really are (log-normal lengths around 900, cap
-2048, 55 % of tokens supervised). The limit is 16.3 GFLOP per token of the dense case against 790 TFLOP/s, which a large
-bf16 product reaches on an H200. A table comes last, JSON goes to DIR. `--tiny` runs everything small, on a CPU too.
-"""
+Checks first that the fast path gives the numbers of the readable one. Then forward + backward +
+clipping + AdamW of whole updates: dense sequences of 2048, all tokens supervised, and records as
+they really are (log-normal lengths around 900, cap 2048, 55 % of tokens supervised). The limit is
+16.3 GFLOP per token of the dense case against 790 TFLOP/s, which a large bf16 product reaches on an
+H200. A table comes last, JSON goes to DIR. `--tiny` runs everything small, on a CPU too."""
 
 import argparse
 import contextlib
@@ -101,7 +103,8 @@ def make_drafter(size: dict, seed: int = 0) -> tuple[Drafter, torch.Tensor]:
 
 
 def make_rows(size: dict, tokens: int, kind: str, seed: int = 0) -> list[dict]:
-    """Random sequences of about `tokens` tokens in all; 'dense' or 'real'. States are slices of one random block."""
+    """Random sequences of about `tokens` tokens in all; 'dense' or 'real'. States are slices of one
+    random block."""
     chooser = torch.Generator().manual_seed(seed)
     block = torch.randn(size["length"], 3 * size["hidden_size"], generator=chooser).bfloat16()
     rows, total = [], 0
@@ -135,11 +138,13 @@ def scale_of(counts: torch.Tensor) -> torch.Tensor:
     return 0.8 ** torch.arange(len(counts), device=counts.device) / counts.clamp(min=1)
 
 
-# --- sections -------------------------------------------------------------------------------------------------------
+# --- sections
+# -------------------------------------------------------------------------------------------------------
 
 
 def check_correct(report: dict, size: dict) -> None:
-    """Gradients of the fast path and of the plain one in bf16, both against the plain one in fp32."""
+    """Gradients of the fast path and of the plain one in bf16, both against the plain one in
+    fp32."""
     for name, heads, kv, width in (
         ("group of 4, width 64", 8, 2, 64),
         ("group of 3, width 64", 6, 2, 64),
@@ -254,7 +259,8 @@ def check_curves(report: dict, size: dict) -> None:
         "last": curves["plain"][-1].item(),
     }
     print(
-        f"loss curves over {updates} updates: {curves['plain'][0]:.3f} to {curves['plain'][-1]:.3f}, paths differ by at "
+        f"loss curves over {updates} updates: {curves['plain'][0]:.3f} to "
+        f"{curves['plain'][-1]:.3f}, paths differ by at "
         f"most {difference:.2%}",
         flush=True,
     )
@@ -350,7 +356,8 @@ def release() -> None:
 
 
 def loaded(report: dict, size: dict, tokens: int, updates: int) -> None:
-    """The same updates with shards read from disk, threads ahead of the device, against batches that lie there."""
+    """The same updates with shards read from disk, threads ahead of the device, against batches
+    that lie there."""
     release()
     with tempfile.TemporaryDirectory() as folder:
         rows = make_rows(size, 4 * tokens, "real", seed=9)
@@ -449,7 +456,8 @@ def profiled(report: dict, size: dict, tokens: int, recipe, name: str, kind: str
 
 
 def peers(report: dict, folder: Path, out: Path, seconds: float, patience: float) -> None:
-    """The peers' own models and losses, each in its own process: one that fails does not stop the rest."""
+    """The peers' own models and losses, each in its own process: one that fails does not stop the
+    rest."""
     for name in ("speculators", "specforge"):
         target = out / f"peer-{name}.json"
         command = [
@@ -578,7 +586,8 @@ def main() -> None:
             print(f"{row['case']:6} {row['variant']:44} failed: {row['failed'][:80]}")
         else:
             print(
-                f"{row['case']:6} {row['variant']:44} {row['tokens_per_second']:9,.0f} {row['share_of_limit']:6.1%} "
+                f"{row['case']:6} {row['variant']:44} {row['tokens_per_second']:9,.0f} "
+                f"{row['share_of_limit']:6.1%} "
                 f"{row['peak_gib'] or 0:6.1f}"
             )
     for name, reason in report.get("failed", {}).items():

@@ -1,12 +1,15 @@
-"""The whole job of params.yaml with SGLang the engine of every stage that has one: what each stage took, what is stale after it.
+"""The whole job of params.yaml with SGLang the engine of every stage that has one: what each stage
+took, what is stale after it.
 
-    PYTHONPATH=workflow:benchmarks python benchmarks/whole_job.py --target MODEL_DIR --site SITE --data FOLDER --out DIR
+    PYTHONPATH=workflow:benchmarks python benchmarks/whole_job.py --target MODEL_DIR --site SITE
+    --data FOLDER --out DIR
 
-Lays a project out in --work: the Snakefile, dvc.yaml and workflow of this one, and params.yaml with the engines, sizes and sources
-of the options, which are a GPU's. Then runs `snakemake --cores all bench`, asks Snakemake and DVC what is stale after it (nothing
-must be), edits bench.max_difference and asks again (the bench alone must be). FOLDER holds the source files of params.yaml's data
-sets and questions by their base names; SITE is the servers' PYTHONPATH. It needs no git: without one the project is `no_scm`.
-"""
+Lays a project out in --work: the Snakefile, dvc.yaml and workflow of this one, and params.yaml with
+the engines, sizes and sources of the options, which are a GPU's. Then runs `snakemake --cores all
+bench`, asks Snakemake and DVC what is stale after it (nothing must be), edits bench.max_difference
+and asks again (the bench alone must be). FOLDER holds the source files of params.yaml's data sets
+and questions by their base names; SITE is the servers' PYTHONPATH. It needs no git: without one the
+project is `no_scm`."""
 
 import argparse
 import json
@@ -100,7 +103,8 @@ def lay_out(options: argparse.Namespace) -> Path:
 
 
 def build(work: Path, log: Path) -> dict[str, float]:
-    """Seconds that each stage took, and the whole. Raises SystemExit with the end of the log if the build fails."""
+    """Seconds that each stage took, and the whole. Raises SystemExit with the end of the log if the
+    build fails."""
     started, running, seconds = time.monotonic(), {}, {}
     process = subprocess.Popen(
         ["snakemake", "--cores", "all", "bench"],

@@ -1,12 +1,12 @@
 """Runs of generation in processes that tests can kill: python tests/answer_worker.py < LINES
 
-Each line of standard input names a FOLDER; a process of its own is forked for it, its pid printed, and its exit code when
-it ends. So a run starts without importing everything again, which lets a test kill hundreds of them.
+Each line of standard input names a FOLDER; a process of its own is forked for it, its pid printed,
+and its exit code when it ends. So a run starts without importing everything again, which lets a
+test kill hundreds of them.
 
-FOLDER holds `target/`, `prompts.parquet` and `settings.json` (the section `server`, and `concurrency`); the journal is
-in FOLDER/work, the artifact in FOLDER/out. Everything is the real thing except the renderer, which needs no tokenizer
-and so starts at once.
-"""
+FOLDER holds `target/`, `prompts.parquet` and `settings.json` (the section `server`, and
+`concurrency`); the journal is in FOLDER/work, the artifact in FOLDER/out. Everything is the real
+thing except the renderer, which needs no tokenizer and so starts at once."""
 
 import itertools
 import json
@@ -67,7 +67,8 @@ def main(folder: Path) -> None:
 
 
 def fork(folder: Path) -> int:
-    """Starts a run in a process of its own, whose output goes to FOLDER/worker.log. Returns its pid."""
+    """Starts a run in a process of its own, whose output goes to FOLDER/worker.log. Returns its
+    pid."""
     if pid := os.fork():
         return pid
     code = 1

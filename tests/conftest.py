@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import tiny
 
-# A shell starts background jobs with interrupts ignored, and their children inherit it; here interrupts are tested.
+# A shell starts background jobs with interrupts ignored, and their children inherit it; here
+# interrupts are tested.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "workflow" / "scripts"
@@ -34,7 +35,8 @@ def tiny_model(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def in_tmp(tmp_path, monkeypatch) -> Path:
-    """A working directory of its own: the library keeps unfinished work in `.work` of the current one."""
+    """A working directory of its own: the library keeps unfinished work in `.work` of the current
+    one."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -49,7 +51,8 @@ def tiny_target(tiny_model, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def learnt(tiny_target, tmp_path_factory):
-    """A drafter that knows some answers of the tiny target by heart: folder, drafter, prompts and their greedy answers."""
+    """A drafter that knows some answers of the tiny target by heart: folder, drafter, prompts and
+    their greedy answers."""
     from types import SimpleNamespace
 
     import tiny_drafter

@@ -1,10 +1,10 @@
 """A random Kimi-K2.5 of a few hundred kilobytes, and a small file for each data set of its recipe.
 
-The model is transformers' own class: MLA attention, a dense first layer and experts after it, the language model's
-configuration under `text_config` and a vision tower beside it, YaRN, untied embeddings. The template has the shape of the
-real one: role tokens with a middle token, declared tools, calls with ids, thinking tags, thoughts dropped from history.
-The files have the columns and the quirks of the public sets; every row is made up.
-"""
+The model is transformers' own class: MLA attention, a dense first layer and experts after it, the
+language model's configuration under `text_config` and a vision tower beside it, YaRN, untied
+embeddings. The template has the shape of the real one: role tokens with a middle token, declared
+tools, calls with ids, thinking tags, thoughts dropped from history. The files have the columns and
+the quirks of the public sets; every row is made up."""
 
 import csv
 import json
@@ -159,7 +159,8 @@ def make_model(folder: Path, layers: int = 8, seed: int = 0) -> Path:
     return folder
 
 
-# Every set asks its own questions (its name is in them): what is held out of one must not be trained on in another.
+# Every set asks its own questions (its name is in them): what is held out of one must not be
+# trained on in another.
 def words(seed: int, count: int = 8) -> str:
     return tiny.text(seed, count)
 
@@ -176,7 +177,8 @@ TOOL = {
 
 
 def toucan(i: int) -> dict:
-    """Agent-Ark/Toucan-1.5M, subset Kimi-K2: messages and tools as JSON text, calls in the older spelling."""
+    """Agent-Ark/Toucan-1.5M, subset Kimi-K2: messages and tools as JSON text, calls in the older
+    spelling."""
     messages = [
         {"role": "system", "content": "You may call tools."},
         {"role": "user", "content": f"toucan {i} {words(i)}"},
@@ -218,14 +220,15 @@ def k25_2000x(i: int) -> dict:
 def glaive(i: int) -> dict:
     """glaiveai/glaive-function-calling-v2: a whole conversation in one text."""
     chat = (
-        f'USER: glaive {i} {words(i)}\n\n\nASSISTANT: <functioncall> {{"name": "bird_count", "arguments": '
-        f'\'{{"place": "{words(i, 1)}"}}\'}} <|endoftext|>\n\n\nFUNCTION RESPONSE: {{"count": {i}}}\n\n\n'
+        f'USER: glaive {i} {words(i)}\n\n\nASSISTANT: <functioncall> {{"name": "bird_count", '
+        '"arguments": '
+        f'\'{{"place": "{words(i, 1)}"}}\'}} <|endoftext|>\n\n\nFUNCTION RESPONSE: {{"count": '
+        f"{i}}}\n\n\n"
         f"ASSISTANT: {words(i + 5)} <|endoftext|>\n\n\n"
     )
     return {
-        "system": "SYSTEM: You are a helpful assistant with access to the following functions. Use them if required -\n"
-        + json.dumps(TOOL, indent=4)
-        + "\n",
+        "system": "SYSTEM: You are a helpful assistant with access to the following functions. "
+        "Use them if required -\n" + json.dumps(TOOL, indent=4) + "\n",
         "chat": chat,
     }
 
@@ -261,7 +264,8 @@ def openmath(i: int) -> dict:
 
 
 def wildchat(i: int) -> dict:
-    """allenai/WildChat-1M: the column is called conversation, its messages carry much beside role and content."""
+    """allenai/WildChat-1M: the column is called conversation, its messages carry much beside role
+    and content."""
 
     def message(role, text):
         return {
@@ -325,7 +329,8 @@ def tulu(i: int) -> dict:
 
 
 def swe_smith(i: int) -> dict:
-    """SWE-bench/SWE-smith-trajectories, split tool: an agent's run as JSON text, contents as typed parts."""
+    """SWE-bench/SWE-smith-trajectories, split tool: an agent's run as JSON text, contents as typed
+    parts."""
     call = {
         "id": f"call_{i}",
         "type": "function",
@@ -372,7 +377,8 @@ def swe_smith(i: int) -> dict:
     }
 
 
-# Data set of the recipe -> (row maker, kind of file, odd rows with the reason for which each is rejected; "" if it is kept).
+# Data set of the recipe -> (row maker, kind of file, odd rows with the reason for which each is
+# rejected; "" if it is kept).
 SETS = {
     "A1_kimi_k2_trajectories": (
         toucan,
@@ -418,7 +424,8 @@ SETS = {
         [
             (
                 {
-                    "system": "SYSTEM: You are a helpful assistant, with no access to external functions.\n",
+                    "system": "SYSTEM: You are a helpful assistant, with no access to external "
+                    "functions.\n",
                     "chat": "USER: 904 no tools\n\n\nASSISTANT: fine <|endoftext|>\n\n\n",
                 },
                 "",
@@ -542,8 +549,9 @@ def write(path: Path, rows: list) -> Path:
 
 
 def tiny_recipe(model: Path, files: dict[str, Path], rows: int) -> dict:
-    """The Kimi recipe with the tiny model in place of the target, local files in place of the hub, and everything that
-    costs time made small. What a data set is (kind of answers, shape, columns, turns) stays as the recipe says."""
+    """The Kimi recipe with the tiny model in place of the target, local files in place of the hub,
+    and everything that costs time made small. What a data set is (kind of answers, shape, columns,
+    turns) stays as the recipe says."""
     from eagle3.core.params import read_yaml
 
     recipe = read_yaml(tiny.ROOT / "recipes/kimi-k2.5.yaml")

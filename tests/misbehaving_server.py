@@ -1,7 +1,8 @@
-"""A server of SGLang's HTTP interface that misbehaves on purpose. Alone: python tests/misbehaving_server.py --port 30000
+"""A server of SGLang's HTTP interface that misbehaves on purpose. Alone: python
+tests/misbehaving_server.py --port 30000
 
-It takes SGLang's flags (and ignores those that it does not know), answers with ids that depend on the prompt alone, as
-a greedy model would, and does what the JSON in the variable MISBEHAVE says:
+It takes SGLang's flags (and ignores those that it does not know), answers with ids that depend on
+the prompt alone, as a greedy model would, and does what the JSON in the variable MISBEHAVE says:
 
     refuse, hang, cut, garbage, wrong_ids, wrong_row, abort   share of requests that end so
     status          list of codes for `refuse` (default 408 425 429 500 503)
@@ -39,7 +40,8 @@ STOP = 2
 def answer_ids(
     prompt: list[int], max_new_tokens: int, vocab: int = 400, length: int | None = None
 ) -> list[int]:
-    """The one right answer to a prompt: 1 to 24 ids, the last one STOP unless cut at `max_new_tokens`."""
+    """The one right answer to a prompt: 1 to 24 ids, the last one STOP unless cut at
+    `max_new_tokens`."""
     seed = hashlib.blake2b(json.dumps(prompt).encode(), digest_size=8).digest()
     chooser = random.Random(seed)
     wanted = length or chooser.randint(1, 24)

@@ -1,4 +1,5 @@
-"""Parts for tests of whatever talks to a server: a target's description, the misbehaving server, requests."""
+"""Parts for tests of whatever talks to a server: a target's description, the misbehaving server,
+requests."""
 
 import contextlib
 import json

@@ -1,4 +1,5 @@
-"""Real SGLang on the CPU for tests, started with our hooks. SGLANG names the launcher that sglang_cpu/install.sh wrote."""
+"""Real SGLang on the CPU for tests, started with our hooks. SGLANG names the launcher that
+sglang_cpu/install.sh wrote."""
 
 import contextlib
 import os
@@ -24,7 +25,8 @@ FLAGS = {
     "max-total-tokens": 8192,
     "max-running-requests": 32,
 }
-# With these it speculates as well: the kernels of its CPU path, in PyTorch, and the attention backend that calls them.
+# With these it speculates as well: the kernels of its CPU path, in PyTorch, and the attention
+# backend that calls them.
 KERNELS = Path(__file__).parent / "sglang_cpu_kernels"
 SPECULATIVE = {
     "environment": {**ENVIRONMENT, "PYTHONPATH": f"{KERNELS}:{ENVIRONMENT['PYTHONPATH']}"},

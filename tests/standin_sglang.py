@@ -1,12 +1,14 @@
-"""A small server with SGLang's HTTP API that really decodes, with and without a drafter; and ways of being wrong.
+"""A small server with SGLang's HTTP API that really decodes, with and without a drafter; and ways
+of being wrong.
 
-    python tests/standin_sglang.py --port 30000 --model-path DIR [--speculative-... as for SGLang] [--wrong KIND]
+    python tests/standin_sglang.py --port 30000 --model-path DIR [--speculative-... as for SGLang]
+    [--wrong KIND]
 
-SGLang itself speculates without a GPU only with tests/sglang_cpu_kernels. KIND: `limit` (fewer requests at once than asked),
-`ignores` (starts without speculation, whatever the flags say), `silent` (no spec_verify_ct), `counts` (every cycle reported as
-accepting nothing), `errors` (every third request fails), `short` (completion_tokens disagree with output_ids), `busy` (never
-flushes).
-"""
+SGLang itself speculates without a GPU only with tests/sglang_cpu_kernels. KIND: `limit` (fewer
+requests at once than asked),
+`ignores` (starts without speculation, whatever the flags say), `silent` (no spec_verify_ct),
+`counts` (every cycle reported as accepting nothing), `errors` (every third request fails), `short`
+(completion_tokens disagree with output_ids), `busy` (never flushes)."""
 
 import argparse
 import json
@@ -100,7 +102,8 @@ class Standin:
         return {"model_path": self.given.model_path, "weight_version": self.given.weight_version}
 
     def answer(self, body: dict):
-        """Yields one event per decoding step, as a stream does; the last one is the whole answer."""
+        """Yields one event per decoding step, as a stream does; the last one is the whole
+        answer."""
         self.asked += 1
         if self.given.wrong == "errors" and self.asked % 3 == 0:
             raise RuntimeError("out of memory, on purpose")

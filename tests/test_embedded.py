@@ -1,7 +1,8 @@
-"""The embedded target, converted from its GGUF, and its data sets. Alone: python -m pytest tests/test_embedded.py
+"""The embedded target, converted from its GGUF, and its data sets. Alone: python -m pytest
+tests/test_embedded.py
 
-The first run fetches 90 MB and converts for about 40 s; the result stays in .work/tests of this project.
-"""
+The first run fetches 90 MB and converts for about 40 s; the result stays in .work/tests of this
+project."""
 
 import json
 import math
@@ -21,11 +22,16 @@ from eagle3.target.model import Target
 
 PARAMS = params.load(tiny.ROOT / "params.yaml")
 ENGLISH = (
-    "The town lies on a slow river, an hour from the coast by train. Most of its houses were built between the two "
-    "wars, when the paper mill was at its largest and people moved in from the villages around. Today the mill is a "
-    "museum, and many of those who live here work in the city and come home in the evening. On Saturdays there is a "
-    "market on the square in front of the church, where farmers sell vegetables, cheese and bread. In summer the river "
-    "is low enough to walk across, and children build dams of stones that the first storm of autumn washes away."
+    "The town lies on a slow river, an hour from the coast by train. Most of its houses were "
+    "built between the two "
+    "wars, when the paper mill was at its largest and people moved in from the villages around. "
+    "Today the mill is a "
+    "museum, and many of those who live here work in the city and come home in the evening. On "
+    "Saturdays there is a "
+    "market on the square in front of the church, where farmers sell vegetables, cheese and "
+    "bread. In summer the river "
+    "is low enough to walk across, and children build dams of stones that the first storm of "
+    "autumn washes away."
 )
 TEXTS = [
     "",
@@ -75,8 +81,8 @@ def model(embedded):
 
 @pytest.fixture(scope="module")
 def by_hand(embedded):
-    """A slow, obvious tokenizer: byte-level BPE from the GGUF's own merges, split as llama.cpp splits for `smollm`:
-    every digit by itself, then GPT-2's pattern."""
+    """A slow, obvious tokenizer: byte-level BPE from the GGUF's own merges, split as llama.cpp
+    splits for `smollm`: every digit by itself, then GPT-2's pattern."""
     import gguf
     import regex
 
@@ -172,7 +178,8 @@ def test_chat_template_and_special_tokens(embedded):
 
 
 def test_perplexity_and_a_coherent_answer(embedded, model):
-    """What a wrong dequantisation, a wrong RoPE or a wrong tokenizer would spoil at once. Ordinary English: about 24."""
+    """What a wrong dequantisation, a wrong RoPE or a wrong tokenizer would spoil at once. Ordinary
+    English: about 24."""
     import torch
 
     ids = torch.tensor([embedded.tokenizer(ENGLISH)["input_ids"]])
@@ -197,7 +204,8 @@ def test_perplexity_and_a_coherent_answer(embedded, model):
     "name, shape", [("alpaca", 1), ("bfcl", 1), ("glaive", 2), ("humaneval", 1), ("sft_demo", 1)]
 )
 def test_every_embedded_data_set_is_read(embedded, in_tmp, name, shape):
-    """Real rows of five shapes; what is rejected is rejected for a named reason, and a raised cap keeps what was there."""
+    """Real rows of five shapes; what is rejected is rejected for a named reason, and a raised cap
+    keeps what was there."""
     dataset, renderer = PARAMS.datasets[name], Renderer(embedded)
     some = rows(name)[:160]
     small = dataset.model_copy(update={"max_samples": 5})

@@ -1,7 +1,8 @@
-"""The whole Kimi recipe, all ten data sets through every stage, on a tiny model of its architecture.
+"""The whole Kimi recipe, all ten data sets through every stage, on a tiny model of its
+architecture.
 
-Alone: make test-recipe (44 stages; nine minutes on two busy cores, five of CPU time; `make test` leaves it out).
-"""
+Alone: make test-recipe (44 stages; nine minutes on two busy cores, five of CPU time; `make test`
+leaves it out)."""
 
 import json
 import os

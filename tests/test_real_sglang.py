@@ -1,7 +1,8 @@
-"""Generation with a real SGLang: `make test-sglang SGLANG="COMMAND"`, a command that takes launch_server's flags.
+"""Generation with a real SGLang: `make test-sglang SGLANG="COMMAND"`, a command that takes
+launch_server's flags.
 
-Minutes on a CPU. The target is the embedded one, and for the bench, in which the server speculates, a tiny one.
-"""
+Minutes on a CPU. The target is the embedded one, and for the bench, in which the server speculates,
+a tiny one."""
 
 import itertools
 import json
@@ -109,7 +110,8 @@ def test_it_reports_what_was_asked_for(running, embedded):
 
 
 def test_its_answers_are_those_of_transformers(running, embedded, settings, requests):
-    """Greedy ids, end token included, equal up to rounding: a tie may fall the other way in one answer of eight."""
+    """Greedy ids, end token included, equal up to rounding: a tie may fall the other way in one
+    answer of eight."""
     found, made_by = answers(embedded, settings, requests)
     assert made_by["engine"] == "sglang" and not any(result.error for result in found.values())
     reference = {}
@@ -201,8 +203,10 @@ def test_every_flag_that_a_bench_gives_is_one_of_this_version(learnt):
         for part in (f"--{name}", str(value))
     ]
     code = (
-        "import argparse, sys; from sglang.srt.server_args import ServerArgs; parser = argparse.ArgumentParser(); "
-        "ServerArgs.add_cli_args(parser); print(parser.parse_args(sys.argv[1:]).cuda_graph_max_bs_decode)"
+        "import argparse, sys; from sglang.srt.server_args import ServerArgs; parser = "
+        "argparse.ArgumentParser(); "
+        "ServerArgs.add_cli_args(parser); "
+        "print(parser.parse_args(sys.argv[1:]).cuda_graph_max_bs_decode)"
     )
     done = subprocess.run(
         [sglang_server.python(), "-c", code, "--model-path", "x", *given],
@@ -218,8 +222,9 @@ def test_every_flag_that_a_bench_gives_is_one_of_this_version(learnt):
     reason="the kernels are those of SGLang 0.5.23 for the CPU",
 )
 def test_a_bench_on_a_server_that_speculates(project):
-    """Both arms on SGLang through the supervisor. Its EAGLE worker drafts with our drafter and verifies: it accepts what a
-    replay of its own answers says, and writes what it writes without."""
+    """Both arms on SGLang through the supervisor. Its EAGLE worker drafts with our drafter and
+    verifies: it accepts what a replay of its own answers says, and writes what it writes
+    without."""
     command = [sglang_server.python(), "-m", "sglang.launch_server"]
     done = run_bench(
         project,

@@ -1,4 +1,5 @@
-"""The stand-ins for SGLang's CPU kernels, which need no SGLang. Alone: python -m pytest tests/test_sglang_cpu_kernels.py"""
+"""The stand-ins for SGLang's CPU kernels, which need no SGLang. Alone: python -m pytest
+tests/test_sglang_cpu_kernels.py"""
 
 import importlib.util
 
@@ -78,7 +79,8 @@ def test_a_chain_is_accepted_up_to_the_first_other_token(kernels):
 
 
 def test_a_tree_is_followed_through_siblings(kernels):
-    """Candidates 0 and 1 follow the root, 2 and 3 candidate 0, 4 and 5 candidate 1, 6 and 7 candidate 4."""
+    """Candidates 0 and 1 follow the root, 2 and 3 candidate 0, 4 and 5 candidate 1, 6 and 7
+    candidate 4."""
     mask, positions, *links = tree(kernels, [[-1, 0, 1, 4, 2]], [[0, 1, 2, 4, 6]], [5], 2, 6)
     ancestors = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4], [0, 2, 4, 5]]
     assert [row.nonzero().flatten().tolist() for row in mask[0]] == ancestors

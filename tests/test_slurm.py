@@ -1,9 +1,9 @@
 """profiles/slurm against a real SLURM on this machine. Alone: make test-slurm
 
-Skipped where slurmctld, slurmd and munged are not installed (Debian: slurmctld slurmd slurm-client munge) or this is not
-root; SLURM needs root to start jobs. The daemons are this test's own, with their own ports; their configuration lies in
-/etc/slurm while the test runs, where `srun` inside a job looks for it, and the test is skipped if one lies there already.
-"""
+Skipped where slurmctld, slurmd and munged are not installed (Debian: slurmctld slurmd slurm-client
+munge) or this is not root; SLURM needs root to start jobs. The daemons are this test's own, with
+their own ports; their configuration lies in /etc/slurm while the test runs, where `srun` inside a
+job looks for it, and the test is skipped if one lies there already."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""Small real parts for tests: a random Llama with a trained tokenizer, data sets of its size, and a whole project."""
+"""Small real parts for tests: a random Llama with a trained tokenizer, data sets of its size, and a
+whole project."""
 
 import json
 import os
@@ -12,10 +13,14 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' "
+    "}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-WORDS = "the a river stone house green walks runs to from with and count seven blue bird sings code print loop list".split()
+WORDS = (
+    "the a river stone house green walks runs to from with and count seven blue bird sings "
+    "code print loop list"
+).split()
 
 
 def text(seed: int, words: int = 8) -> str:
@@ -94,7 +99,8 @@ def make_rows(path: Path, count: int, seed: int = 0, answered: bool = False) -> 
 
 
 def params(model: Path, sources: dict[str, tuple[Path, str]]) -> dict:
-    """A params.yaml for a tiny target. `sources`: name -> (JSONL file, "generate" or "on_policy")."""
+    """A params.yaml for a tiny target. `sources`: name -> (JSONL file, "generate" or
+    "on_policy")."""
     return {
         "target": {"source": {"path": str(model)}, "dtype": "float32", "context_length": 256},
         "prompts": {"max_prompt_tokens": 128},
@@ -126,8 +132,8 @@ def params(model: Path, sources: dict[str, tuple[Path, str]]) -> dict:
 def make_project(folder: Path, sources: dict[str, tuple[int, str]] | None = None) -> Path:
     """A copy of this project with a tiny target, under git and DVC; returns its folder.
 
-    `sources`: name -> (rows in its file, "generate" or "on_policy"); default two of one kind and one of the other.
-    """
+    `sources`: name -> (rows in its file, "generate" or "on_policy"); default two of one kind and
+    one of the other."""
     sources = sources or {
         "one": (12, "generate"),
         "two": (12, "generate"),
@@ -185,7 +191,8 @@ def read_params(folder: Path) -> dict:
 def run(
     folder: Path, *command: str, check: bool = True, timeout: float = 600
 ) -> subprocess.CompletedProcess:
-    """Runs `snakemake …` or `dvc …` with this interpreter's environment; output is captured, both streams together."""
+    """Runs `snakemake …` or `dvc …` with this interpreter's environment; output is captured, both
+    streams together."""
     environment = {
         **os.environ,
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),

@@ -1,4 +1,5 @@
-"""Small real drafters for the tiny target: random ones, and one that has learnt a few answers by heart."""
+"""Small real drafters for the tiny target: random ones, and one that has learnt a few answers by
+heart."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +35,8 @@ def make_target(folder: Path, model: Path) -> Target:
 def random_drafter(
     target: Target, seed: int = 0, draft_ids: list[int] | None = None
 ) -> drafters.Drafter:
-    """An untrained drafter with the target's shapes. `draft_ids`: target ids of its vocabulary; default 300 of them."""
+    """An untrained drafter with the target's shapes. `draft_ids`: target ids of its vocabulary;
+    default 300 of them."""
     draft_ids = draft_ids or [*range(100), *range(150, 350)]
     tensors = vocab.tensors(draft_ids, target.vocab_size)
     ids = layers.config_ids(layers.captured_layers(target.num_layers), layers.PLUS_ONE)

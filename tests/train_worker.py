@@ -1,4 +1,5 @@
-"""One of two training processes of test_trainer.py: FOLDER DATA KIND OUT. Stops at a signal in its third update."""
+"""One of two training processes of test_trainer.py: FOLDER DATA KIND OUT. Stops at a signal in its
+third update."""
 
 import json
 import os

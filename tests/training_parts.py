@@ -61,7 +61,8 @@ def make_row(name: str, mask: list[bool], seed: int, size: int = 16, vocab_size:
 
 
 def rows() -> list[dict]:
-    """Sequences of every kind: an answer, all supervised, two turns with a gap, none supervised, too short to draft."""
+    """Sequences of every kind: an answer, all supervised, two turns with a gap, none supervised,
+    too short to draft."""
     masks = [
         [False] * 4 + [True] * 5,
         [True] * 6,

@@ -113,7 +113,8 @@ class Page(HTMLParser):
 
 
 def test_in_process(folder):
-    """Served equals replayed, outputs are equal, questions are asked, the page is whole; the run ends well."""
+    """Served equals replayed, outputs are equal, questions are asked, the page is whole; the run
+    ends well."""
     questions = {
         "chat": {
             "source": {"path": "questions.jsonl"},

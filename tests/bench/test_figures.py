@@ -1,4 +1,5 @@
-"""Figures from raw rows, with numbers worked out by hand. Alone: python -m pytest tests/bench/test_figures.py"""
+"""Figures from raw rows, with numbers worked out by hand. Alone: python -m pytest
+tests/bench/test_figures.py"""
 
 import random
 
@@ -60,7 +61,8 @@ def test_failed_requests_are_counted_and_left_out():
 
 
 def test_cell_by_hand():
-    """Two answers at once: 30 tokens in 2 s against 20 tokens in 2 s; a decode step 0.1 s, a verify cycle 0.25 s."""
+    """Two answers at once: 30 tokens in 2 s against 20 tokens in 2 s; a decode step 0.1 s, a verify
+    cycle 0.25 s."""
     base = [Served("x", "1", 0, [1] * 10, 2.0), Served("y", "2", 0, [1] * 10, 2.0)]
     spec = [
         Served("x", "1", 0, [1] * 15, 2.0, cycles=5),

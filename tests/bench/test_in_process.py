@@ -1,4 +1,5 @@
-"""The bench in process: both arms, figures, agreement with simulation. Alone: python -m pytest tests/bench/test_in_process.py"""
+"""The bench in process: both arms, figures, agreement with simulation. Alone: python -m pytest
+tests/bench/test_in_process.py"""
 
 import pytest
 import tiny_drafter

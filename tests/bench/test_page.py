@@ -1,4 +1,5 @@
-"""The page of the report: contrast of its colours, and its width in a real browser. Alone: python -m pytest tests/bench/test_page.py"""
+"""The page of the report: contrast of its colours, and its width in a real browser. Alone: python
+-m pytest tests/bench/test_page.py"""
 
 import re
 import shutil
@@ -11,7 +12,8 @@ from tests.bench.test_report import made
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
+    "--disable-background-networking "
     "--disable-component-update --disable-sync --hide-scrollbars"
 ).split()
 PROBE = """<script>

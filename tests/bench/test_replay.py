@@ -1,4 +1,5 @@
-"""What a drafter must do on served answers, against serving them. Alone: python -m pytest tests/bench/test_replay.py"""
+"""What a drafter must do on served answers, against serving them. Alone: python -m pytest
+tests/bench/test_replay.py"""
 
 import pytest
 import tiny_drafter
@@ -19,7 +20,8 @@ def simulator(tiny_target, learnt):
 def test_walking_the_answers_gives_every_cycle_that_serving_had(
     steps, tiny_target, learnt, simulator
 ):
-    """Not only the same accept length: the same number of accepted drafts, cycle by cycle (catalogue E22)."""
+    """Not only the same accept length: the same number of accepted drafts, cycle by cycle
+    (catalogue E22)."""
     decoder = tiny_drafter.decoder(tiny_target, learnt.drafter)
     served = [decoder.speculative(prompt, 12, steps) for prompt in learnt.prompts]
     answers = [Answered(prompt, made.ids) for prompt, made in zip(learnt.prompts, served)]
@@ -63,6 +65,7 @@ def test_gap_of_differing_answers_is_the_difference_of_the_targets_logits(
 
 
 def test_replay_of_a_made_up_answer():
-    """Hits at positions 0 to 5 of a chain of 2: cycles start at 0 (2 right: 3 tokens), 3 (none: 1), 4 (1 right: 2)."""
+    """Hits at positions 0 to 5 of a chain of 2: cycles start at 0 (2 right: 3 tokens), 3 (none: 1),
+    4 (1 right: 2)."""
     hits = torch.tensor([[1, 1], [0, 0], [0, 1], [0, 1], [1, 0], [1, -1]], dtype=torch.int8)
     assert metrics.replay(hits, 2) == (6, 3)

@@ -1,4 +1,5 @@
-"""report.json's form and page, and the files for DVC. Alone: python -m pytest tests/bench/test_report.py"""
+"""report.json's form and page, and the files for DVC. Alone: python -m pytest
+tests/bench/test_report.py"""
 
 import json
 from pathlib import Path
@@ -13,7 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def made():
-    """Two ways of drafting at two batch sizes, from made-up rows, with a failure and a data set with a hostile name."""
+    """Two ways of drafting at two batch sizes, from made-up rows, with a failure and a data set
+    with a hostile name."""
     measured = Measured(settings={None: {"dtype": "bfloat16"}, "3-1-4": {"dtype": "bfloat16"}})
     variants = [Variant("3-1-4", Path("d"), 3), Variant("5-4-16", Path("d"), 5, 4, 16)]
     for concurrency in (1, 8):

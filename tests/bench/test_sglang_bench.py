@@ -21,7 +21,8 @@ from eagle3.target import layers
 
 
 class Servers:
-    """Stand-ins by flags; `wrong` is what is wrong with those that speculate. Keeps what it was asked for."""
+    """Stand-ins by flags; `wrong` is what is wrong with those that speculate. Keeps what it was
+    asked for."""
 
     def __init__(self, model, wrong: str = "", both: bool = False):
         self.model, self.wrong, self.both = model, wrong, both
@@ -137,7 +138,8 @@ def test_arms_differ_by_speculation_only_and_order_turns_round(matrix):
 
 
 def test_the_cache_is_flushed_before_every_run_and_the_warm_up_not_counted(matrix):
-    """catalogue F05. Per server: 2 repeats x 2 batch sizes, and a streamed run for each batch size."""
+    """catalogue F05. Per server: 2 repeats x 2 batch sizes, and a streamed run for each batch
+    size."""
     servers, _, measured = matrix
     assert [standin.flushes for standin in servers.standins] == [6] * 6
     assert servers.standins[0].asked == (1 + 3) + 4 * 4 + 2 * 4

@@ -1,4 +1,5 @@
-"""Speculative decoding on a tiny real model. Alone: python -m pytest tests/bench/test_speculate.py"""
+"""Speculative decoding on a tiny real model. Alone: python -m pytest
+tests/bench/test_speculate.py"""
 
 import pytest
 import tiny_drafter
@@ -30,7 +31,8 @@ def test_a_drafter_that_knows_the_answers_comes_near_the_maximum(tiny_target, le
 
 
 def test_accepted_counts_add_up_to_the_tokens(tiny_target, learnt):
-    """Every cycle gives its accepted drafts and one token of the target's own; only the last cycle may be cut."""
+    """Every cycle gives its accepted drafts and one token of the target's own; only the last cycle
+    may be cut."""
     decoder = tiny_drafter.decoder(tiny_target, learnt.drafter)
     for prompt in learnt.prompts:
         made = decoder.speculative(prompt, 12, 3)

@@ -1,4 +1,5 @@
-"""Flags from a drafter, and when two servers may be compared. Alone: python -m pytest tests/bench/test_speculation.py"""
+"""Flags from a drafter, and when two servers may be compared. Alone: python -m pytest
+tests/bench/test_speculation.py"""
 
 import json
 import shutil

@@ -21,7 +21,8 @@ STAGES = DEFINITIONS["stages"]
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory) -> dict[str, dict]:
-    """Every job of `snakemake all` on a tiny project, by DVC's stage name: input, output, shell, as Snakemake has them."""
+    """Every job of `snakemake all` on a tiny project, by DVC's stage name: input, output, shell, as
+    Snakemake has them."""
     folder = tiny.make_project(
         tmp_path_factory.mktemp("parity") / "p", {"a.b": (3, "generate"), "c": (3, "on_policy")}
     )
@@ -134,7 +135,8 @@ def covers(folder: str, file: str) -> bool:
 
 
 def imported(file: Path, tree: Path) -> set[str]:
-    """Modules of the library that a file imports, at the top or inside functions, as paths relative to `tree`."""
+    """Modules of the library that a file imports, at the top or inside functions, as paths relative
+    to `tree`."""
     names: set[str] = set()
     for node in ast.walk(ast.parse((tree / file).read_bytes())):
         if isinstance(node, ast.Import):

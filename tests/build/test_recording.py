@@ -14,7 +14,8 @@ CONTENT = {
     "schema": "2.0",
     "stages": {
         "prepare@a.b": {
-            "cmd": "python workflow/scripts/prepare.py a.b --target data/target --out data/prompts/a.b.parquet --more and more",
+            "cmd": "python workflow/scripts/prepare.py a.b --target data/target --out "
+            "data/prompts/a.b.parquet --more and more",
             "deps": [
                 {
                     "path": "data/target",
@@ -66,7 +67,8 @@ CONTENT = {
 
 
 def test_the_lock_file_is_written_as_dvc_writes_it(tmp_path):
-    """`dvc repro` after the gate must not rewrite the file in another form: every build would show in `git diff`."""
+    """`dvc repro` after the gate must not rewrite the file in another form: every build would show
+    in `git diff`."""
     from dvc.utils.serialize import dump_yaml, modify_yaml
 
     dump_yaml(str(tmp_path / "dvc"), CONTENT)
@@ -110,7 +112,8 @@ def test_an_input_edited_after_the_stages_last_look_at_it_fails_the_stage(in_tmp
     """DVC alone records the edited input beside the result of the one before."""
     Path("input").write_text("before")
     Path("dvc.yaml").write_text(
-        "stages:\n  made:\n    cmd: cat input > output && echo after > input\n    deps: [input]\n    outs: [output]\n"
+        "stages:\n  made:\n    cmd: cat input > output && echo after > input\n    deps: "
+        "[input]\n    outs: [output]\n"
     )
     subprocess.run([sys.executable, "-m", "dvc", "init", "-q", "--no-scm"], check=True)
     gated = [sys.executable, "-m", "eagle3.build.gate", "made"]

@@ -1,4 +1,5 @@
-"""What is said of a remote that gives nothing. Alone: python -m pytest tests/build/test_remote.py"""
+"""What is said of a remote that gives nothing. Alone: python -m pytest
+tests/build/test_remote.py"""
 
 from eagle3.build import remote
 

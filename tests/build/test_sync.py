@@ -21,7 +21,8 @@ CHAIN = graph(("b", "a"), ("c", "b"), ("d", "c"), ("x", "a"))
 
 
 def test_clean_means_clean_with_everything_upstream():
-    """Catalogue G16: a touch covers what is upstream of its target as well, so nothing above may be stale."""
+    """Catalogue G16: a touch covers what is upstream of its target as well, so nothing above may be
+    stale."""
     assert sync.sort_out({}, CHAIN) == (["a", "b", "c", "d", "x"], [])
     assert sync.sort_out({"b": ["changed deps"]}, CHAIN) == (["a", "x"], ["b"])
     assert sync.sort_out({"a": [], "d": []}, CHAIN) == ([], ["a", "d"])

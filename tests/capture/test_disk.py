@@ -27,13 +27,15 @@ def occupied(folder: Path) -> int:
 
 @pytest.mark.parametrize("types", ["symlink", "hardlink,symlink", "copy", "reflink,symlink"])
 def test_prediction_is_what_dvc_does(in_tmp, types):
-    """A stage of real DVC writes a folder; the space that it takes is the space that was predicted."""
+    """A stage of real DVC writes a folder; the space that it takes is the space that was
+    predicted."""
     tiny.run(in_tmp, "dvc", "init", "--no-scm", "-q")
     tiny.run(in_tmp, "dvc", "config", "cache.type", types)
     predicted, kind = disk.needs(SIZE, Path("."))
     assert kind in types.split(",")
     (in_tmp / "dvc.yaml").write_text(
-        f"stages:\n  a:\n    cmd: mkdir out && head -c {SIZE} /dev/urandom > out/x\n    outs: [out]\n"
+        f"stages:\n  a:\n    cmd: mkdir out && head -c {SIZE} /dev/urandom > out/x\n    outs: "
+        "[out]\n"
     )
     before = occupied(in_tmp)
     tiny.run(in_tmp, "dvc", "repro", "-q")
@@ -67,7 +69,8 @@ def test_refusal_has_the_numbers(in_tmp):
 
 
 def test_only_corrupt_objects_leave_the_cache(in_tmp):
-    """An object whose content is its name's stays, whatever calls it damaged; files outside the cache are no concern."""
+    """An object whose content is its name's stays, whatever calls it damaged; files outside the
+    cache are no concern."""
     tiny.run(in_tmp, "dvc", "init", "--no-scm", "-q")
     (in_tmp / "dvc.yaml").write_text(
         "stages:\n  a:\n    cmd: mkdir out && echo hello > out/x\n    outs: [out]\n"

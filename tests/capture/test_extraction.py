@@ -1,4 +1,5 @@
-"""Extraction of a data set: checks, reuse, damage, kill, disk. Alone: python -m pytest tests/capture/test_extraction.py"""
+"""Extraction of a data set: checks, reuse, damage, kill, disk. Alone: python -m pytest
+tests/capture/test_extraction.py"""
 
 import contextlib
 import hashlib
@@ -78,7 +79,8 @@ def extract(
     rate=0.0,
     capture=None,
 ) -> Counting:
-    """Runs an extraction from beginning to end; returns the capture that it used, if it used one."""
+    """Runs an extraction from beginning to end; returns the capture that it used, if it used
+    one."""
     params = SimpleNamespace(dtype=dtype, shard_bytes=20000, max_quarantine_rate=rate)
     identity = {"target_digest": target.digest, "hidden_size": H, "layers": layers, "dtype": dtype}
     one = Extraction(
@@ -103,7 +105,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_everything_is_there_once(in_tmp, target, model):
-    """Manifest, sizes as planned, states of the reference, self-checks on record; nothing left in the work folder."""
+    """Manifest, sizes as planned, states of the reference, self-checks on record; nothing left in
+    the work folder."""
     file, out = make_records(in_tmp / "r.parquet", 20), in_tmp / "out"
     planned = Extraction(
         file,
@@ -136,7 +139,8 @@ def test_everything_is_there_once(in_tmp, target, model):
 
 
 def test_nothing_is_extracted_again(in_tmp, target, model):
-    """catalogue D10, D22: unchanged: no target is loaded; more records: the rest only; the checks stay on record."""
+    """catalogue D10, D22: unchanged: no target is loaded; more records: the rest only; the checks
+    stay on record."""
     out = in_tmp / "out"
     extract(target, model, make_records(in_tmp / "r.parquet", 12), out)
     before = contents(out)
@@ -168,7 +172,8 @@ def test_what_was_made_otherwise_is_not_used(in_tmp, target, model, change):
 
 
 def test_only_the_damaged_shard_is_extracted_again(in_tmp, target, model):
-    """catalogue D11, D14: a truncated one and a flipped bit, each named; the others are the same files."""
+    """catalogue D11, D14: a truncated one and a flipped bit, each named; the others are the same
+    files."""
     file, out, said = make_records(in_tmp / "r.parquet", 20), in_tmp / "out", []
     extract(target, model, file, out)
     before, entries = contents(out), shards.read_manifest(out)["shards"]
@@ -216,7 +221,8 @@ print(len(capture.extracted))
 
 
 def test_killed_at_any_moment_it_continues(in_tmp, target, model):
-    """kill -9 while shards are open: the finished ones are kept, and the result is that of an undisturbed run."""
+    """kill -9 while shards are open: the finished ones are kept, and the result is that of an
+    undisturbed run."""
     make_records(in_tmp / "r.parquet", 40)
     paths = [str(Path(p).resolve()) for p in sys.path[:4] if p]
     work = in_tmp / ".work/extract/one/shards"
@@ -272,12 +278,14 @@ def test_too_little_disk_is_said_before_the_first_write(in_tmp, target):
 
 
 def test_full_in_mid_run_loses_nothing_finished(in_tmp, target, model):
-    """The second shard finds no room; the first stays, and with room again only the rest is extracted."""
+    """The second shard finds no room; the first stays, and with room again only the rest is
+    extracted."""
     file, out = make_records(in_tmp / "r.parquet", 20), in_tmp / "out"
     writer, made = module.ShardWriter, []
 
     class Small(writer):
-        """Leaves it to the kernel to refuse: the third file asks for more than any file system has."""
+        """Leaves it to the kernel to refuse: the third file asks for more than any file system
+        has."""
 
         def __init__(self, folder, key, group, *rest):
             made.append(key)
@@ -372,8 +380,9 @@ def test_mixed_up_requests_are_noticed(in_tmp, target, model):
 
 
 def test_a_shift_is_told_from_the_rounding_of_another_batch():
-    """One channel towers over the others, nearly the same for every token: by cosine all tokens are alike. Numbers that differ
-    by 6 %, as in a deep bf16 model, are the same states; those of the token beside them are not."""
+    """One channel towers over the others, nearly the same for every token: by cosine all tokens are
+    alike. Numbers that differ by 6 %, as in a deep bf16 model, are the same states; those of the
+    token beside them are not."""
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(40, 64, generator=generator)
     states[:, 7] = 900 + states[:, 7]
@@ -400,7 +409,8 @@ def test_missing_states_name_the_prefix_cache(in_tmp, target, model):
 
 
 def test_states_that_do_not_predict_the_answers_are_refused(in_tmp, target, model):
-    """catalogue D07: states from before the norm, or of another target; here the tokens are not the model's at all."""
+    """catalogue D07: states from before the norm, or of another target; here the tokens are not the
+    model's at all."""
     with pytest.raises(Refusal, match="of greedy tokens are what the captured states predict"):
         extract(target, model, make_records(in_tmp / "r.parquet", 6), in_tmp / "out", greedy=True)
 
@@ -411,7 +421,8 @@ def project(in_tmp, target) -> Path:
 
 
 def test_a_damaged_shard_in_the_cache_of_dvc_is_rebuilt_alone(project):
-    """The command of the refusal, with a damaged object in DVC's cache, which DVC would restore again and again."""
+    """The command of the refusal, with a damaged object in DVC's cache, which DVC would restore
+    again and again."""
     tiny.run(project, "dvc", "repro", "extract@one")
     out = project / "data/hidden_states/one"
     before = contents(out)

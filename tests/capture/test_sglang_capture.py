@@ -1,9 +1,8 @@
-"""Capture through real SGLang on the CPU, against transformers. Alone:
-SGLANG=FOLDER/bin/sglang-cpu python -m pytest tests/capture/test_sglang_capture.py   (make test-sglang; about 4 minutes)
+"""Capture through real SGLang on the CPU, against transformers. Alone: SGLANG=FOLDER/bin/sglang-cpu
+python -m pytest tests/capture/test_sglang_capture.py   (make test-sglang; about 4 minutes)
 
-Of DeepSeek's models the CPU build loads a tiny one and fails in its attention kernel (0.5.23, torch_native); those run
-through transformers in test_capture.py.
-"""
+Of DeepSeek's models the CPU build loads a tiny one and fails in its attention kernel (0.5.23,
+torch_native); those run through transformers in test_capture.py."""
 
 import os
 import random
@@ -63,7 +62,8 @@ def server(tmp_path_factory):
 
 
 def test_states_equal_transformers(server):
-    """Of short and long (chunked) prompts at once, two of them with a common start; catalogue D01, D02, D04."""
+    """Of short and long (chunked) prompts at once, two of them with a common start; catalogue D01,
+    D02, D04."""
     url, root, model = server
     rows = records([30, 7, 150, 64, 65, 12, 90])
     shared = rows[2].input_ids[:40]
@@ -109,8 +109,9 @@ def test_a_width_that_is_not_3h_stops_the_run(server):
 
 @pytest.mark.timeout(1500)
 def test_the_stage_through_a_lease(tmp_path):
-    """extract.py with hidden_states.engine sglang: it starts the server, and its shards hold what transformers' hold. The flags
-    of the recipe for the server that answers are no hindrance: SGLang refuses the second cache without the first."""
+    """extract.py with hidden_states.engine sglang: it starts the server, and its shards hold what
+    transformers' hold. The flags of the recipe for the server that answers are no hindrance: SGLang
+    refuses the second cache without the first."""
     flags = {**sglang_server.FLAGS, "enable-hierarchical-cache": True, "hicache-size": 1}
     found = {}
     for engine in ("sglang", "transformers"):

@@ -1,8 +1,8 @@
 """The hooks inside a SGLang server, on real torch modules called as SGLang calls its own. Alone:
 python -m pytest tests/capture/test_sglang_hooks.py
 
-Real SGLang is in test_sglang_capture.py; here are the versions and batches that it cannot be made to produce on a CPU.
-"""
+Real SGLang is in test_sglang_capture.py; here are the versions and batches that it cannot be made
+to produce on a CPU."""
 
 import json
 import subprocess
@@ -43,7 +43,8 @@ class Norm(nn.Module):
 
 
 class Model(nn.Module):
-    """The module tree and calls of a Llama in SGLang 0.5.14; remembers what went into the captured layers."""
+    """The module tree and calls of a Llama in SGLang 0.5.14; remembers what went into the captured
+    layers."""
 
     def __init__(self):
         super().__init__()
@@ -117,7 +118,8 @@ def rid(row, attempt="x"):
 
 
 def test_older_servers_layer_outputs(in_tmp):
-    """0.5.14: the sums that went into the captured layers, of each request by its id, others left out; catalogue D04."""
+    """0.5.14: the sums that went into the captured layers, of each request by its id, others left
+    out; catalogue D04."""
     model, writer = Model(), shard(in_tmp, [3, 5])
     matched = register(model, sglang_hooks.server_flags("0.5.14", LAYERS, [1, 3, 4], str(in_tmp)))
     assert matched == ["model.layers.1", "model.layers.3", "model.layers.4", "model.norm"]
@@ -137,7 +139,8 @@ def test_older_servers_layer_outputs(in_tmp):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_newer_servers_capture_themselves(in_tmp, packed):
-    """0.5.23: a list of three or one packed tensor; a prompt in two chunks is put together by its first token's number."""
+    """0.5.23: a list of three or one packed tensor; a prompt in two chunks is put together by its
+    first token's number."""
     processor, writer = nn.ModuleDict({"logits_processor": Processor()}), shard(in_tmp, [9, 2])
     assert register(
         processor, sglang_hooks.server_flags("0.5.23", LAYERS, [1, 3, 4], str(in_tmp))
@@ -174,7 +177,8 @@ def test_decode_steps_and_warm_up_are_left_alone(in_tmp):
 
 
 def test_what_goes_wrong_is_told_and_never_raised(in_tmp):
-    """catalogue D02, D08: no capture, another width, fewer states than tokens, a shard that is gone, NaN."""
+    """catalogue D02, D08: no capture, another width, fewer states than tokens, a shard that is
+    gone, NaN."""
     processor, writer = nn.ModuleDict({"logits_processor": Processor()}), shard(in_tmp, [4])
     register(processor, sglang_hooks.server_flags("0.5.23", LAYERS, [1, 3, 4], str(in_tmp)))
 
@@ -230,10 +234,12 @@ def test_only_one_rank_writes(in_tmp):
 
 
 def test_servers_environment_needs_nothing_but_torch():
-    """The module is imported where neither xxhash nor anything else of this project's requirements is."""
+    """The module is imported where neither xxhash nor anything else of this project's requirements
+    is."""
     code = (
         "import sys\nclass No:\n    def find_spec(self, name, *a):\n"
-        "        if name.split('.')[0] in ('xxhash', 'pyarrow', 'pydantic', 'aiohttp', 'transformers', 'yaml'):\n"
+        "        if name.split('.')[0] in ('xxhash', 'pyarrow', 'pydantic', 'aiohttp', "
+        "'transformers', 'yaml'):\n"
         "            raise ImportError(name)\n"
         "sys.meta_path.insert(0, No())\nimport eagle3.capture.sglang_hooks\n"
         "print(sorted(m for m in sys.modules if m.startswith('eagle3.')))"

@@ -1,4 +1,5 @@
-"""Capture through transformers, against output_hidden_states. Alone: python -m pytest tests/capture/test_transformers_capture.py"""
+"""Capture through transformers, against output_hidden_states. Alone: python -m pytest
+tests/capture/test_transformers_capture.py"""
 
 import random
 import threading
@@ -44,7 +45,8 @@ def capture(*models, batch_tokens=256):
 
 
 def reference(model, record):
-    """(inputs of the captured layers side by side, state after the final norm), from the library's own outputs."""
+    """(inputs of the captured layers side by side, state after the final norm), from the library's
+    own outputs."""
     with torch.no_grad():
         states = model(torch.tensor([record.input_ids]), output_hidden_states=True).hidden_states
     return torch.cat([states[layer][0] for layer in LAYERS], -1), states[-1][0]
@@ -52,7 +54,8 @@ def reference(model, record):
 
 @pytest.mark.parametrize("piece", [1, 20_000, 1 << 27])
 def test_states_equal_output_hidden_states(in_tmp, model, monkeypatch, piece):
-    """Of lengths that share batches and of one longer than a batch, written in pieces; catalogue D01, D04."""
+    """Of lengths that share batches and of one longer than a batch, written in pieces; catalogue
+    D01, D04."""
     monkeypatch.setattr("eagle3.capture.transformers_capture.PIECE", piece)
     rows = records([5, 60, 7, 61, 300, 6, 40, 5, 12])
     writer, finished = ShardWriter(in_tmp, "k", rows, H, "float32"), []
@@ -77,7 +80,8 @@ def test_twice_in_one_process_is_the_same(in_tmp, model):
 
 
 def test_head_of_last_reproduces_greedy_answers(in_tmp, model):
-    """catalogue D07: `last` is after the final norm, so that argmax(lm_head(last)) is what greedy decoding wrote."""
+    """catalogue D07: `last` is after the final norm, so that argmax(lm_head(last)) is what greedy
+    decoding wrote."""
     prompt = records([8])[0].input_ids
     ids = model.generate(
         torch.tensor([prompt]),
@@ -114,7 +118,8 @@ def test_several_devices_share_the_jobs(in_tmp, model, tiny_model):
 
 
 def test_an_error_ends_the_run_and_reaches_the_caller(in_tmp, model):
-    """From the iterator of jobs and from a writer thread (the shard is gone: a full disk looks the same)."""
+    """From the iterator of jobs and from a writer thread (the shard is gone: a full disk looks the
+    same)."""
     rows = records([20, 20])
     writer = ShardWriter(in_tmp, "k", rows, H, "float32")
 

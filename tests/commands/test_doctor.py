@@ -1,4 +1,5 @@
-"""Broken drafters of every kind, and what is said about them. Alone: python -m pytest tests/commands/test_doctor.py"""
+"""Broken drafters of every kind, and what is said about them. Alone: python -m pytest
+tests/commands/test_doctor.py"""
 
 import json
 import shutil
@@ -23,7 +24,8 @@ def sound(tiny_target, tmp_path_factory):
 
 @pytest.fixture
 def broken(sound, tmp_path):
-    """`broken(config changes, tensors=function that changes them)` -> folder; a value of ... removes a key."""
+    """`broken(config changes, tensors=function that changes them)` -> folder; a value of ...
+    removes a key."""
 
     def make(tensors=None, **config):
         folder = tmp_path / "drafter"
@@ -137,7 +139,8 @@ def test_no_map(broken, tiny_target):
 
 
 def test_map_that_was_never_computed_and_maps_that_disagree(broken, tiny_target):
-    """catalogue E04, E12: the first ids, because no map was there; and a map beside the t2d of an earlier one."""
+    """catalogue E04, E12: the first ids, because no map was there; and a map beside the t2d of an
+    earlier one."""
 
     def first_ids(tensors):
         tensors["d2t"] = torch.zeros(300, dtype=torch.int64)
@@ -231,7 +234,8 @@ def test_other_dtype(broken, tiny_target):
     ],
 )
 def test_layer_ids(eagle, text, verdict, broken, tiny_target):
-    """catalogue E22: states of other layers than in training. The target has 8 layers: [1, 3, 4] captures 2, 4, 5."""
+    """catalogue E22: states of other layers than in training. The target has 8 layers: [1, 3, 4]
+    captures 2, 4, 5."""
     assert text in found(broken(eagle_config=eagle), tiny_target, "layer ids", verdict)
 
 

@@ -1,4 +1,5 @@
-"""docs/failures: every known failure is listed once, with where it is handled. Alone: python -m pytest tests/commands/test_failures.py"""
+"""docs/failures: every known failure is listed once, with where it is handled. Alone: python -m
+pytest tests/commands/test_failures.py"""
 
 import re
 from pathlib import Path
@@ -6,8 +7,8 @@ from pathlib import Path
 from eagle3.commands import failures
 
 ROOT = Path(__file__).resolve().parents[2]
-# Failures of data sets, tokenisation, generation, hidden states, training, benchmark, Snakemake and DVC that were collected
-# from the issues of such projects.
+# Failures of data sets, tokenisation, generation, hidden states, training, benchmark, Snakemake and
+# DVC that were collected from the issues of such projects.
 KNOWN = """
 A01 A02 A04 A05 A07 A08 A10 A11 A13 A14 A16 A17 A19 A20
 B01 B03 B04 B06 B07 B09 B10 B12 B13 B15 B16 B18 B19

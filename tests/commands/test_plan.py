@@ -50,7 +50,8 @@ def kimi_params(folder: Path, **edits):
 
 
 def test_the_reference_case_comes_out(in_tmp):
-    """57,344 bytes per token in bf16, so 9.2 TB are about 160 million tokens; eight sets of 10 million, 83,000 prompts."""
+    """57,344 bytes per token in bf16, so 9.2 TB are about 160 million tokens; eight sets of 10
+    million, 83,000 prompts."""
     found = plan.make(
         kimi_params(in_tmp, hidden_states={"dtype": "bfloat16"}), RATES, free=9_200_000_000_000
     )

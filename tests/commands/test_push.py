@@ -17,7 +17,8 @@ STAGES = {
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory) -> Path:
-    """A project whose answers, states and drafter are in DVC (their content does not matter here), and its remote."""
+    """A project whose answers, states and drafter are in DVC (their content does not matter here),
+    and its remote."""
     tmp_path = tmp_path_factory.mktemp("push")
     project = tiny.make_project(tmp_path / "project", {"one": (2, "generate")})
     for stage, file in STAGES.items():

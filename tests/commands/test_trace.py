@@ -14,7 +14,8 @@ from eagle3.core.errors import Refusal
 from eagle3.core.files import digest_file, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
-# The stages of one data set, each writing what its real counterpart writes about itself; run by real DVC.
+# The stages of one data set, each writing what its real counterpart writes about itself; run by
+# real DVC.
 MAKE = """
 import json, sys
 from pathlib import Path
@@ -74,7 +75,8 @@ def git(folder: Path, *command: str) -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
-    """A repository in which DVC built a drafter, and then another one with other answers; both are committed."""
+    """A repository in which DVC built a drafter, and then another one with other answers; both are
+    committed."""
     folder = tmp_path_factory.mktemp("lineage") / "project"
     (folder / "data").mkdir(parents=True)
     (folder / "make.py").write_text(MAKE)

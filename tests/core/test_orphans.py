@@ -1,4 +1,5 @@
-"""What is left of data sets that are no longer asked for. Alone: python -m pytest tests/core/test_orphans.py"""
+"""What is left of data sets that are no longer asked for. Alone: python -m pytest
+tests/core/test_orphans.py"""
 
 from pathlib import Path
 

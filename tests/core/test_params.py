@@ -93,7 +93,8 @@ def test_a_data_set_with_a_space_in_its_name_is_refused_in_words():
     wrong["datasets"]["my data"] = wrong["datasets"]["one"]
     with pytest.raises(
         Refusal,
-        match="datasets.my data: names of data sets hold letters, digits, _ . - and begin with a letter",
+        match="datasets.my data: names of data sets hold letters, digits, _ . - and begin with a "
+        "letter",
     ):
         parameters.check(wrong, "params.yaml")
 

@@ -1,4 +1,5 @@
-"""Workers die with whoever drives them; one writer per work folder. Alone: python -m pytest tests/core/test_process.py"""
+"""Workers die with whoever drives them; one writer per work folder. Alone: python -m pytest
+tests/core/test_process.py"""
 
 import os
 import signal
@@ -38,7 +39,8 @@ def start(code: str, *arguments: str, **more) -> subprocess.Popen:
 
 
 def driver(tmp_path: Path, worker: str) -> subprocess.Popen:
-    """A program named dvc that runs a worker through a shell, as DVC does; prints the worker's number."""
+    """A program named dvc that runs a worker through a shell, as DVC does; prints the worker's
+    number."""
     script = tmp_path / "dvc"
     script.write_text(f"""import subprocess, sys
 subprocess.run(["/bin/sh", "-c", "{sys.executable} {tmp_path}/worker.py; true"])

@@ -30,7 +30,8 @@ def test_a_log_gets_whole_lines_with_rate_and_time_left():
     # 1 row in 2 s, 2 to go; what was done before counts for the share only.
     assert (
         first
-        == "work [██████████··········]  50%  2/4 rows, 0.5 rows/s, 50 tokens/s, loss 1.5, 0:04 left"
+        == "work [██████████··········]  50%  2/4 rows, 0.5 rows/s, 50 tokens/s, loss 1.5, 0:04 "
+        "left"
     )
     assert last.startswith("work [████████████████████] 100%  4/4 rows") and last.endswith(
         "took 0:02"

@@ -70,7 +70,8 @@ def test_an_input_or_the_code_changed_during_the_run_fails_the_stage(project, ed
 
 
 def test_code_edited_while_it_was_imported_fails_the_stage_at_once(project, monkeypatch):
-    """The imports of a stage take seconds: what stands in the file then is not what was imported."""
+    """The imports of a stage take seconds: what stands in the file then is not what was
+    imported."""
     monkeypatch.setitem(sys.modules, "_path", SimpleNamespace(BEGAN=time.time_ns() - 10**9))
     with pytest.raises(
         Refusal,
@@ -121,7 +122,8 @@ def script(body: str) -> list[str]:
         sys.executable,
         "-c",
         "import argparse, time\nfrom eagle3.core.errors import Refusal\n"
-        f"from eagle3.core.stage import main\ndef body(arguments):\n    {body}\nmain(argparse.ArgumentParser(), body)\n",
+        "from eagle3.core.stage import main\ndef body(arguments):\n    "
+        f"{body}\nmain(argparse.ArgumentParser(), body)\n",
     ]
 
 
@@ -167,7 +169,10 @@ def test_every_script_sets_the_environment_before_it_loads_a_library():
             if line.startswith(("import ", "from "))
         )
         assert first.startswith("import _path"), script.name
-    code = "import _path, sys, os; print('torch' in sys.modules, 'tqdm' in sys.modules, os.environ['GOMP_SPINCOUNT'])"
+    code = (
+        "import _path, sys, os; print('torch' in sys.modules, 'tqdm' in sys.modules, "
+        "os.environ['GOMP_SPINCOUNT'])"
+    )
     said = subprocess.run(
         [sys.executable, "-c", code],
         cwd=WORKFLOW / "scripts",

@@ -56,7 +56,8 @@ def frequencies(config):
 @pytest.mark.parametrize("scaling", [None, LLAMA3, YARN])
 @pytest.mark.parametrize("new_form", [False, True])
 def test_rope_is_the_targets_in_both_forms(scaling, new_form):
-    """Catalogue E09: base and scaling are those of the module that trains, whoever reads whichever form."""
+    """Catalogue E09: base and scaling are those of the module that trains, whoever reads whichever
+    form."""
     plain = dict(scaling or {"rope_type": "default"})
     kind = plain.get("rope_type") or plain.get("type")
     given = (

@@ -1,4 +1,5 @@
-"""Training-time test against a slow, obvious, unpacked implementation. Alone: python -m pytest tests/drafter/test_ttt.py"""
+"""Training-time test against a slow, obvious, unpacked implementation. Alone: python -m pytest
+tests/drafter/test_ttt.py"""
 
 import math
 from dataclasses import replace
@@ -27,7 +28,8 @@ def turned(x, place, theta):
 
 
 def reference(w, config, embedding, rows, head, loss_of):
-    """Mean loss per step, position by position: w maps a weight's short name to it. `head` [D, H]."""
+    """Mean loss per step, position by position: w maps a weight's short name to it. `head` [D,
+    H]."""
     eps, heads, kv = (
         config["rms_norm_eps"],
         config["num_attention_heads"],
@@ -167,7 +169,8 @@ def test_the_paths_hit_the_same_tokens():
 
 
 def test_the_first_token_after_prefill_is_supervised():
-    """With a prompt of p tokens position p - 1 drafts x_{p+1}; an unshifted mask would lose it. (Catalogue D04.)"""
+    """With a prompt of p tokens position p - 1 drafts x_{p+1}; an unshifted mask would lose it.
+    (Catalogue D04.)"""
     batch = ttt.collate([training.make_row("a", [False] * 4 + [True] * 3, 0)])
     _, positions = ttt.align_for_step(batch, ttt.supervised_targets(batch), 0)
     assert positions.tolist() == [2, 3, 4]
@@ -178,7 +181,8 @@ def test_packed_sequences_do_not_see_each_other():
     rows = training.rows()[:2]
     other = [rows[0], training.make_row("other", [True] * 6, 99)]
     states = [next(iter(ttt.unroll(drafter, ttt.collate(pair), 1)))[:9] for pair in (rows, other)]
-    # the last position reads the token after the end of its sequence, and nothing there is supervised
+    # the last position reads the token after the end of its sequence, and nothing there is
+    # supervised
     assert torch.equal(states[0][:8], states[1][:8])
 
 

@@ -25,7 +25,8 @@ def test_quantising_twice_changes_nothing():
 
 
 def test_extremes():
-    """Zeros stay zeros, a bf16-sized 1e38 comes back, and NaN does not raise (the row is quarantined elsewhere)."""
+    """Zeros stay zeros, a bf16-sized 1e38 comes back, and NaN does not raise (the row is
+    quarantined elsewhere)."""
     x = torch.tensor(
         [[0.0] * 4, [1e38, -1e38, 1.0, 0.0], [1e-38] * 4, [float("nan")] * 4, [float("inf")] * 4]
     )

@@ -1,4 +1,5 @@
-"""Where everything lies in a shard, against the safetensors library. Alone: python -m pytest tests/hidden_states/test_layout.py"""
+"""Where everything lies in a shard, against the safetensors library. Alone: python -m pytest
+tests/hidden_states/test_layout.py"""
 
 import doctest
 
@@ -15,7 +16,8 @@ def test_examples():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn"])
 def test_any_safetensors_reader_understands_the_file(tmp_path, dtype):
-    """The header describes every byte: the library that owns the format reads an empty file of this layout."""
+    """The header describes every byte: the library that owns the format reads an empty file of this
+    layout."""
     made = Layout([3, 5, 1], 96, dtype)
     file = tmp_path / "one.safetensors"
     file.write_bytes(made.header + bytes(made.size - len(made.header)))
@@ -27,7 +29,8 @@ def test_any_safetensors_reader_understands_the_file(tmp_path, dtype):
 
 
 def test_size_is_known_before_writing():
-    """Against the library's own size for the same tensors; the header may be padded by less than 64 bytes."""
+    """Against the library's own size for the same tensors; the header may be padded by less than 64
+    bytes."""
     tensors = {
         "offsets": torch.zeros(4, dtype=torch.int64),
         "input_ids": torch.zeros(9, dtype=torch.int32),

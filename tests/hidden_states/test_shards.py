@@ -1,4 +1,5 @@
-"""Shards: written in any order, read by any, every damage found. Alone: python -m pytest tests/hidden_states/test_shards.py"""
+"""Shards: written in any order, read by any, every damage found. Alone: python -m pytest
+tests/hidden_states/test_shards.py"""
 
 import os
 import random
@@ -111,7 +112,8 @@ def test_order_of_writing_does_not_matter(in_tmp):
 
 
 def test_a_row_comes_in_pieces(in_tmp):
-    """Chunks of a long prompt cover the row in any order, also overlapping; before that it is not complete."""
+    """Chunks of a long prompt cover the row in any order, also overlapping; before that it is not
+    complete."""
     writer = ShardWriter(
         in_tmp, "k", [Record("r", list(range(10)), [True] * 10, "train")], H, "float32"
     )
@@ -123,7 +125,8 @@ def test_a_row_comes_in_pieces(in_tmp):
 
 
 def test_rows_with_nan_or_without_states_are_quarantined(in_tmp):
-    """catalogue D16, D17: the row is named with its layer and token, the others stay; D01: never a shifted row."""
+    """catalogue D16, D17: the row is named with its layer and token, the others stay; D01: never a
+    shifted row."""
     group = records(4)
     writer = ShardWriter(in_tmp, "k", group, H, "bfloat16")
     for row in (0, 1, 2):
@@ -203,7 +206,8 @@ def test_every_byte_is_under_the_digest(in_tmp):
 
 
 def test_a_file_truncated_while_open_set_exists_is_refused_not_a_crash(in_tmp):
-    """catalogue D20: the size is looked at before the file is mapped; a missing page would be SIGBUS."""
+    """catalogue D20: the size is looked at before the file is mapped; a missing page would be
+    SIGBUS."""
     folder = make_folder(in_tmp / "set")
     data = ShardSet([folder], "train", {})
     os.truncate(folder / data.places[0][0].name, 5000)

@@ -1,4 +1,5 @@
-"""Choosing prompts: identity, duplicates, caps, rejects. Alone: python -m pytest tests/prompts/test_prompts.py"""
+"""Choosing prompts: identity, duplicates, caps, rejects. Alone: python -m pytest
+tests/prompts/test_prompts.py"""
 
 import json
 import random

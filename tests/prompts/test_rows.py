@@ -1,4 +1,5 @@
-"""Rows of every shape become conversations, or are rejected by name. Alone: python -m pytest tests/prompts/test_rows.py"""
+"""Rows of every shape become conversations, or are rejected by name. Alone: python -m pytest
+tests/prompts/test_rows.py"""
 
 import json
 
@@ -102,7 +103,8 @@ def test_bad_rows_are_rejected_by_name(row, expected):
 
 
 def test_none_valued_keys_are_dropped_at_any_depth(tmp_path):
-    """Catalogue A04, A05: Arrow gives every object every key; hash and rendering must not see them."""
+    """Catalogue A04, A05: Arrow gives every object every key; hash and rendering must not see
+    them."""
     import pyarrow as pa
     import pyarrow.parquet as parquet
     from eagle3.core import schema, sources

@@ -48,7 +48,8 @@ def test_special_stop_and_byte_tokens_are_always_in(tiny_model):
 
 
 def test_the_two_maps_say_the_same(in_tmp):
-    """catalogue E03: d2t holds offsets, so that draft id + d2t is the target id; t2d marks exactly those."""
+    """catalogue E03: d2t holds offsets, so that draft id + d2t is the target id; t2d marks exactly
+    those."""
     ids = [0, 5, 6, 399]
     vocab.write("v.safetensors", ids, V)
     d2t, t2d = vocab.read("v.safetensors")

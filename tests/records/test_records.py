@@ -31,7 +31,8 @@ def row(*turns, id="one"):
 
 
 def test_turns_that_extend_share_a_sequence():
-    """The tokens between an answer and the next one are the user's: not supervised; the answers' last tokens are."""
+    """The tokens between an answer and the next one are the user's: not supervised; the answers'
+    last tokens are."""
     assert sequences([turn([1, 2], [7]), turn([1, 2, 7, 3], [8, 9])]) == [
         ([1, 2, 7, 3, 8, 9], [False, False, True, False, True, True])
     ]

@@ -1,4 +1,5 @@
-"""What is wanted, done and to go; caps, budgets, turns, the artifact. Alone: python -m pytest tests/responses/test_answering.py"""
+"""What is wanted, done and to go; caps, budgets, turns, the artifact. Alone: python -m pytest
+tests/responses/test_answering.py"""
 
 import json
 import random
@@ -42,7 +43,8 @@ def answer(request, order=random.Random(0)):
 
 
 def run(state, engine=answer, at_once=4, shuffle=None):
-    """An engine that holds `at_once` requests and finishes them in any order. Returns how many it answered."""
+    """An engine that holds `at_once` requests and finishes them in any order. Returns how many it
+    answered."""
     requests, held, count = state.requests(), [], 0
     while True:
         while len(held) < at_once and (request := next(requests, None)):
@@ -77,7 +79,8 @@ def test_a_raised_cap_asks_for_the_difference_only(in_tmp, journal):
 
 
 def test_inputs_are_responses_plus_errors(in_tmp, journal):
-    """Catalogue A14, C01: failures go to their own file with reason and tries; identity decides, not position."""
+    """Catalogue A14, C01: failures go to their own file with reason and tries; identity decides,
+    not position."""
     path = make_prompts(in_tmp / "p.parquet", 9)
 
     def engine(request):
@@ -119,7 +122,8 @@ def test_too_many_errors_fail_the_stage(in_tmp, journal):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_token_budget_cuts_at_the_same_row_whatever_the_order(in_tmp, journal, seed):
-    """The shortest run of prompts from the first that holds the budget; real tokens; requests in flight finish."""
+    """The shortest run of prompts from the first that holds the budget; real tokens; requests in
+    flight finish."""
     path = make_prompts(in_tmp / "p.parquet", 40)
     lengths = [1 + (i + 10) % 8 for i in range(40)]
     expected = next(n for n in range(41) if sum(lengths[:n]) >= 50)
@@ -210,7 +214,8 @@ def test_broken_answers_are_counted(in_tmp):
 
 
 class Rendering:
-    """A template that writes `<role> ids </role>` and, as some do, drops the thoughts (ids over 900) of history."""
+    """A template that writes `<role> ids </role>` and, as some do, drops the thoughts (ids over
+    900) of history."""
 
     class tokenizer:
         eos_token_id = 2
@@ -255,7 +260,8 @@ def supervised(turns):
 
 
 def test_the_mask_of_given_answers_covers_them_exactly(in_tmp):
-    """Catalogue B10, B18: found by ids, so the user's repetition of an answer is not taken for one."""
+    """Catalogue B10, B18: found by ids, so the user's repetition of an answer is not taken for
+    one."""
     turns = generation.given_turns(CONVERSATION, Rendering(), 100)
     assert [turn["output_ids"] for turn in turns] == [[901, 30, 31, 2], [30, 31, 2]]
     assert supervised(turns) == [

@@ -1,4 +1,5 @@
-"""Several servers for one data set, through the real stage. Alone: python -m pytest tests/responses/test_endpoints.py"""
+"""Several servers for one data set, through the real stage. Alone: python -m pytest
+tests/responses/test_endpoints.py"""
 
 import json
 import subprocess

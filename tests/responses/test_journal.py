@@ -1,4 +1,5 @@
-"""The journal: keys, torn tails, other settings. Alone: python -m pytest tests/responses/test_journal.py"""
+"""The journal: keys, torn tails, other settings. Alone: python -m pytest
+tests/responses/test_journal.py"""
 
 import json
 import subprocess
@@ -44,7 +45,8 @@ def test_what_was_appended_is_found_after_reopening(folder):
 def test_an_answer_is_there_at_once_for_whoever_kills_the_process(in_tmp):
     script = (
         "import os, sys; from eagle3.responses.journal import Journal; j = Journal('work', {});"
-        "j.append({'key': '0' * 32, 'output_ids': [1], 'finish_reason': 'stop'}); os.kill(os.getpid(), 9)"
+        "j.append({'key': '0' * 32, 'output_ids': [1], 'finish_reason': 'stop'}); "
+        "os.kill(os.getpid(), 9)"
     )
     subprocess.run([sys.executable, "-c", script], env={"PYTHONPATH": str(ROOT / "workflow")})
     with Journal(in_tmp / "work", {}) as journal:

@@ -1,7 +1,8 @@
-"""kill -9 at random, of the generator and of the server. Alone: KILLS=200 python -m pytest tests/responses/test_kill.py
+"""kill -9 at random, of the generator and of the server. Alone: KILLS=200 python -m pytest
+tests/responses/test_kill.py
 
-No acknowledged row is lost, none is there twice, and the final file is the one of an undisturbed run, byte by byte.
-"""
+No acknowledged row is lost, none is there twice, and the final file is the one of an undisturbed
+run, byte by byte."""
 
 import json
 import os

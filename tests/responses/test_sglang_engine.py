@@ -1,4 +1,5 @@
-"""The client against a real server that misbehaves. Alone: python -m pytest tests/responses/test_sglang_engine.py"""
+"""The client against a real server that misbehaves. Alone: python -m pytest
+tests/responses/test_sglang_engine.py"""
 
 import itertools
 import json
@@ -55,7 +56,8 @@ def test_answers_are_the_servers_ids(target, in_tmp):
 
 
 def test_a_server_that_refuses_cuts_and_lies_costs_no_row(target):
-    """Catalogue C15 (an answer without choices is no answer), C16 (busy is no failure), C19 (aborted is no answer)."""
+    """Catalogue C15 (an answer without choices is no answer), C16 (busy is no failure), C19
+    (aborted is no answer)."""
     requests = serving.requests(150)
     faults = {
         "refuse": 0.15,
@@ -121,8 +123,9 @@ def test_a_long_answer_is_no_stall_and_a_silent_server_is(target):
 
 
 def test_a_stalled_server_is_restarted_and_costs_no_row(target, monkeypatch):
-    """Catalogue C07, C10, as seen with a real SGLang whose scheduler was killed: the state file calls the old process
-    ready until the supervisor has ended it, and believing that used up the tries of every row in flight."""
+    """Catalogue C07, C10, as seen with a real SGLang whose scheduler was killed: the state file
+    calls the old process ready until the supervisor has ended it, and believing that used up the
+    tries of every row in flight."""
     monkeypatch.setenv("MISBEHAVE", json.dumps({"stall_at": 20, "deaf": True}))
     requests = serving.requests(50)
     settings = serving.server_settings(
@@ -161,7 +164,8 @@ def test_another_server_takes_over_and_the_first_one_returns(target, in_tmp):
 
 
 def test_a_row_that_kills_the_server_ends_alone(target, in_tmp, monkeypatch):
-    """Catalogue C18: a death is expected; a row that causes it every time becomes an error, its neighbours do not."""
+    """Catalogue C18: a death is expected; a row that causes it every time becomes an error, its
+    neighbours do not."""
     monkeypatch.setenv("MISBEHAVE", json.dumps({"poison": 3 + 30, "late": 0.01}))
     requests = [r for r in serving.requests(60) if 33 not in r.prompt_ids[1:]]
     settings = serving.server_settings(max_restarts=8)

@@ -1,4 +1,5 @@
-"""What `make status` says while a run goes on, after its end, after a crash. Alone: python -m pytest tests/responses/test_status.py"""
+"""What `make status` says while a run goes on, after its end, after a crash. Alone: python -m
+pytest tests/responses/test_status.py"""
 
 import io
 import json

@@ -1,7 +1,7 @@
 """A finished build on a tiny target, made once per session; every scenario changes a copy of it.
 
-Alone: EAGLEMAKE_SCENARIOS=1 python -m pytest tests/scenarios. Without the variable only those marked `quick` run.
-"""
+Alone: EAGLEMAKE_SCENARIOS=1 python -m pytest tests/scenarios. Without the variable only those
+marked `quick` run."""
 
 import os
 import shutil
@@ -36,7 +36,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 class Project:
-    """A project folder and the two tools in it; remembers how many stage processes had started at the last question."""
+    """A project folder and the two tools in it; remembers how many stage processes had started at
+    the last question."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -145,7 +146,8 @@ def pair(copy) -> tuple[Project, Project]:
 
 
 def duplicate(source: Path, target: Path) -> Path:
-    """A copy with its own DVC cache, all times kept; links into the old cache lead into the new one."""
+    """A copy with its own DVC cache, all times kept; links into the old cache lead into the new
+    one."""
     shutil.copytree(
         source, target, symlinks=True, ignore=shutil.ignore_patterns("tmp", "__pycache__")
     )
@@ -160,7 +162,8 @@ def duplicate(source: Path, target: Path) -> Path:
 
 
 def own_site_cache(folder: Path) -> None:
-    """What DVC remembers of files it keeps beside the project, not in a folder that all users of the machine share."""
+    """What DVC remembers of files it keeps beside the project, not in a folder that all users of
+    the machine share."""
     (folder / ".dvc/config.local").write_text(f"[core]\n    site_cache_dir = {folder}-site\n")
 
 

@@ -1,4 +1,5 @@
-"""Edits of outputs, kills, two builds at once, a broken lock. Alone: python -m pytest tests/scenarios/test_damage.py"""
+"""Edits of outputs, kills, two builds at once, a broken lock. Alone: python -m pytest
+tests/scenarios/test_damage.py"""
 
 import os
 import signal
@@ -66,7 +67,8 @@ def assert_all_end(project: Project, timeout: float = 60) -> None:
     ["replaced", pytest.param("written through the link", marks=pytest.mark.quick), "deleted"],
 )
 def test_12_an_output_edited_by_hand_is_restored(copy, how):
-    """From the cache, by either tool; not computed, and never taken for the result. Catalogue H08."""
+    """From the cache, by either tool; not computed, and never taken for the result. Catalogue
+    H08."""
 
     def check(project, tool):
         file = project / "data/records/one.parquet"
@@ -94,7 +96,8 @@ def test_12_an_output_edited_by_hand_is_restored(copy, how):
 
 
 def test_artifacts_are_stored_once(copy):
-    """Built by either tool, a file is in the cache and linked from data/; none is there twice. Catalogue H07."""
+    """Built by either tool, a file is in the cache and linked from data/; none is there twice.
+    Catalogue H07."""
 
     def check(project, tool):
         project.edit_params(bench__max_new_tokens=6)
@@ -112,7 +115,8 @@ def test_artifacts_are_stored_once(copy):
 
 @pytest.mark.parametrize("tool, other", [("snakemake", "dvc"), ("dvc", "snakemake")])
 def test_07_killed_in_the_middle_then_the_other_tool(copy, tool, other):
-    """kill -9 of a tool while generate runs: the stage dies, finished stages stay. Catalogue G07, H22, H01, G04."""
+    """kill -9 of a tool while generate runs: the stage dies, finished stages stay. Catalogue G07,
+    H22, H01, G04."""
     project = copy("project")
     project.edit_params(datasets__one__max_samples=9, generate__sampling__temperature=0.5)
     assert project.stale() == {"prepare@one", "generate@one", "vocab"}
@@ -150,7 +154,8 @@ def test_killed_dvc_leaves_no_stage(copy):
 
 
 def test_a_failing_stage_fails_the_build_and_keeps_its_message(copy):
-    """Through the pipe to the log as well. Catalogue G01, G05: nothing half is left under a final name."""
+    """Through the pipe to the log as well. Catalogue G01, G05: nothing half is left under a final
+    name."""
     project = copy("project")
     before = (project / "params.yaml").read_text()
     project.edit_params(vocab__size=12, vocab__min_coverage=1.0)
@@ -166,7 +171,8 @@ def test_a_failing_stage_fails_the_build_and_keeps_its_message(copy):
 
 
 def test_inputs_and_code_edited_while_a_stage_runs(copy):
-    """The stage fails naming the file, and nothing is recorded; parameters of others may be edited."""
+    """The stage fails naming the file, and nothing is recorded; parameters of others may be
+    edited."""
     project = copy("project")
     project.edit_params(bench__max_new_tokens=6)
     for file in ("data/drafter/config.json", "workflow/eagle3/bench/report.py"):
@@ -194,7 +200,8 @@ def test_inputs_and_code_edited_while_a_stage_runs(copy):
 
 
 def test_13_two_builds_at_once(copy):
-    """A second snakemake refuses and names the first; dvc repro beside it refuses; the first ends whole."""
+    """A second snakemake refuses and names the first; dvc repro beside it refuses; the first ends
+    whole."""
     project = copy("project")
     project.edit_params(train__lr=0.002)
     assert project.stale() == {"train"} and project.planned() == {"train", "bench"}
@@ -218,7 +225,8 @@ def test_13_two_builds_at_once(copy):
 
 
 def test_parallel_data_sets_never_fail_on_dvcs_lock(tmp_path):
-    """Eight gates at once, of stages that take no time of their own: each of them wants DVC's lock at any moment."""
+    """Eight gates at once, of stages that take no time of their own: each of them wants DVC's lock
+    at any moment."""
     folder = build_overhead.make_project(tmp_path / "project", 6)
     files = [f"data/records/set{i}.parquet" for i in range(6)]
     said = tiny.run(folder, "snakemake", "--cores", "8", *files).stdout
@@ -228,7 +236,8 @@ def test_parallel_data_sets_never_fail_on_dvcs_lock(tmp_path):
 
 
 def test_a_lock_file_that_a_kill_cut_off(copy):
-    """DVC writes over dvc.lock: what a kill in that moment leaves is refused with the way out, and costs nothing."""
+    """DVC writes over dvc.lock: what a kill in that moment leaves is refused with the way out, and
+    costs nothing."""
     project = copy("project")
     lock = project / "dvc.lock"
     text = lock.read_text()
@@ -282,7 +291,10 @@ def test_why_a_build_failed_stands_at_the_end(copy):
     (project / "empty.jsonl").write_text("")
     project.edit_params(datasets__mine={"answers": "generate", "source": {"path": "empty.jsonl"}})
     said = project.snakemake("data/prompts/mine.parquet", check=False).splitlines()
-    sentence = "logs/prepare/mine.log: data set mine is empty: its source has no rows; look at datasets.mine.source"
+    sentence = (
+        "logs/prepare/mine.log: data set mine is empty: its source has no rows; look at "
+        "datasets.mine.source"
+    )
     (place,) = (i for i, line in enumerate(said) if line.startswith(sentence))
     assert place > next(
         i for i, line in enumerate(said) if line.startswith("Error in rule prepare")

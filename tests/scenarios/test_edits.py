@@ -1,8 +1,7 @@
 """What an edit makes stale, in both tools. Alone: python -m pytest tests/scenarios/test_edits.py
 
-The numbers are those of the scenario table in docs/build.md. In every test each tool works on a copy of its own; what
-ran is what began its work, by the stages' own record.
-"""
+The numbers are those of the scenario table in docs/build.md. In every test each tool works on a
+copy of its own; what ran is what began its work, by the stages' own record."""
 
 import pytest
 import tiny
@@ -49,7 +48,8 @@ def test_04_comment_in_an_early_script_stops_at_that_stage(pair):
 
 
 def test_05_06_temperature_there_and_back(pair):
-    """Built by one tool, the other has nothing to do; put back, nothing executes. Catalogue G11, H02."""
+    """Built by one tool, the other has nothing to do; put back, nothing executes. Catalogue G11,
+    H02."""
 
     def check(project, tool):
         project.edit_params(generate__sampling__temperature=0.7)
@@ -75,7 +75,8 @@ def test_05_06_temperature_there_and_back(pair):
 
 @pytest.mark.quick
 def test_06_there_and_back_while_only_the_drafter_is_built(copy):
-    """The report further down is stale in between and fresh again at the end; nothing ran for it, so Snakemake must ask."""
+    """The report further down is stale in between and fresh again at the end; nothing ran for it,
+    so Snakemake must ask."""
     project = copy("project")
     project.edit_params(train__lr=3e-3)
     project.snakemake("drafter")
@@ -90,7 +91,8 @@ def test_06_there_and_back_while_only_the_drafter_is_built(copy):
 
 
 def test_08_a_data_set_comes_and_goes(pair, tmp_path):
-    """Its own chain, then what reads all data sets; removed again, nothing is left of it and nothing executes."""
+    """Its own chain, then what reads all data sets; removed again, nothing is left of it and
+    nothing executes."""
     rows = tiny.make_rows(tmp_path / "more.jsonl", 8, seed=2, answered=True)
 
     def check(project, tool):
@@ -145,7 +147,8 @@ def test_09_a_raised_cap_generates_the_difference(pair):
 
 @pytest.mark.quick
 def test_10_15_tuning_and_form_change_nothing(copy):
-    """`server.*`, `runtime.*`, order, layout, comments, 1 -> 1.0, and an edit that was taken back. Catalogue G08, H25."""
+    """`server.*`, `runtime.*`, order, layout, comments, 1 -> 1.0, and an edit that was taken back.
+    Catalogue G08, H25."""
     project = copy("project")
     content = tiny.read_params(project.folder)
     content["server"] = {"idle_timeout": 7}

@@ -1,8 +1,8 @@
 """kill -9 at random moments. Alone: python -m pytest tests/scenarios/test_kills.py
 
-50 kills, 8 of them in `make test`; EAGLEMAKE_KILLS sets another number, EAGLEMAKE_SEED repeats a run. Every fourth hits a
-whole build, through Snakemake and through DVC in turn; the others one quick stage, whose start, hashing, commit and
-recording are then as likely to be hit as its work.
+50 kills, 8 of them in `make test`; EAGLEMAKE_KILLS sets another number, EAGLEMAKE_SEED repeats a
+run. Every fourth hits a whole build, through Snakemake and through DVC in turn; the others one
+quick stage, whose start, hashing, commit and recording are then as likely to be hit as its work.
 """
 
 import json
@@ -61,7 +61,8 @@ def kill_often(project: Project, chance: random.Random) -> None:
         if turn % 4 == 0:
             command, longest = whole[turn // 4 % 2], 8 * usual
         else:
-            # Longer than any record: another parameter, the same records, so what comes after is not disturbed.
+            # Longer than any record: another parameter, the same records, so what comes after is
+            # not disturbed.
             project.edit_params(records__max_tokens=129 + turn)
             command, longest = quick, 1.2 * usual
         build = subprocess.Popen(
@@ -87,7 +88,8 @@ def kill_often(project: Project, chance: random.Random) -> None:
 
 
 def recover(project: Project) -> None:
-    """Does what the refusal says where DVC was killed in the moment of writing dvc.lock; nothing else is ever needed."""
+    """Does what the refusal says where DVC was killed in the moment of writing dvc.lock; nothing
+    else is ever needed."""
     before = os.getcwd()
     try:
         os.chdir(project.folder)

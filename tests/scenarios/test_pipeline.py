@@ -1,4 +1,5 @@
-"""The whole job on a tiny target, through Snakemake. Alone: python -m pytest tests/scenarios/test_pipeline.py"""
+"""The whole job on a tiny target, through Snakemake. Alone: python -m pytest
+tests/scenarios/test_pipeline.py"""
 
 import json
 import zipfile

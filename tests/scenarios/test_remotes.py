@@ -83,7 +83,8 @@ def test_14_a_colleagues_result_is_pulled_not_computed(pushed, tool):
 
 
 def test_a_clone_without_pull_fetches_instead_of_computing(pushed):
-    """Catalogue H11: an expensive stage is not started while its recorded output lies in the remote."""
+    """Catalogue H11: an expensive stage is not started while its recorded output lies in the
+    remote."""
     colleague = clone(pushed[0], "colleague", pushed[1])
     said = colleague.snakemake()
     assert "train: fetching the recorded result from the remote" in said
@@ -91,7 +92,8 @@ def test_a_clone_without_pull_fetches_instead_of_computing(pushed):
 
 
 def test_earlier_rows_come_from_the_remote(pushed):
-    """Scenario 9 on a clone that pulled nothing: what a colleague generated is not generated again."""
+    """Scenario 9 on a clone that pulled nothing: what a colleague generated is not generated
+    again."""
     colleague = clone(pushed[0], "colleague", pushed[1])
     colleague.edit_params(datasets__one__max_samples=8)
     said = colleague.snakemake("data/responses/one/raw_responses.jsonl")

@@ -1,4 +1,5 @@
-"""Training over several machines, as docs/cluster.md says: two torchruns meet, in one folder. Here both are on this machine.
+"""Training over several machines, as docs/cluster.md says: two torchruns meet, in one folder. Here
+both are on this machine.
 
 Alone: python -m pytest tests/scenarios/test_torchrun.py
 """

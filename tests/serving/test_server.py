@@ -1,4 +1,5 @@
-"""The life of a server: leases, start, crash, orphan, ports. Alone: python -m pytest tests/serving/test_server.py
+"""The life of a server: leases, start, crash, orphan, ports. Alone: python -m pytest
+tests/serving/test_server.py
 
 Every server here is a real process group under a real supervisor.
 """
@@ -288,7 +289,8 @@ def test_the_reference_command(tmp_path):
 
 @pytest.mark.parametrize("version", ["0.5.14", "0.5.23"])
 def test_capture_takes_the_flags_of_the_reference_case_without_its_cache(target, version):
-    """SGLang refuses --enable-hierarchical-cache beside --disable-radix-cache, which capture needs."""
+    """SGLang refuses --enable-hierarchical-cache beside --disable-radix-cache, which capture
+    needs."""
     settings = schema.Server(
         flags={"enable_hierarchical_cache": True, "hicache-size": 64, "tp-size": 8}
     )
@@ -305,7 +307,8 @@ def test_capture_takes_the_flags_of_the_reference_case_without_its_cache(target,
 
 
 def test_warming_needs_a_build_and_ends_with_it(target, monkeypatch):
-    """The server that `prepare` warms belongs to the build above it, here a process that calls itself snakemake."""
+    """The server that `prepare` warms belongs to the build above it, here a process that calls
+    itself snakemake."""
     settings = serving.server_settings(idle_timeout=600)
     server.warm(settings, target, say=lambda text: None)
     assert not server.read_state()  # nobody drives this process: nothing was started
@@ -321,7 +324,8 @@ def test_warming_needs_a_build_and_ends_with_it(target, monkeypatch):
     """)
     )
     build.write_text(
-        f"import subprocess, sys, time\nsubprocess.run([sys.executable, {str(warming)!r}])\ntime.sleep(3600)\n"
+        "import subprocess, sys, time\nsubprocess.run([sys.executable, "
+        f"{str(warming)!r}])\ntime.sleep(3600)\n"
     )
     driver = subprocess.Popen([sys.executable, str(build)], stdout=subprocess.DEVNULL)
     wait_until(lambda: server.read_state().get("phase") == "ready")

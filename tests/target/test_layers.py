@@ -36,7 +36,8 @@ def test_default_is_that_of_sglang(number, expected):
     [([2, 2, 5], 8), ([5, 4, 6], 8), ([1, 2], 8), ([1, 2, 8], 8), ([-1, 2, 3], 8), (None, 4)],
 )
 def test_impossible_layers_are_refused(wanted, number):
-    """catalogue D08: a layer past the last one, or fewer than three, would make another width than 3H."""
+    """catalogue D08: a layer past the last one, or fewer than three, would make another width than
+    3H."""
     with pytest.raises(Refusal, match=f"do not fit a target of {number} layers"):
         layers.captured_layers(number, wanted)
 
@@ -57,7 +58,8 @@ def test_convention_follows_the_architecture(architecture, convention):
 
 
 def test_every_choice_is_served_as_captured_or_refused():
-    """catalogue D04, D05: for all layers of a small target, SGLang's own rule gives back what was captured."""
+    """catalogue D04, D05: for all layers of a small target, SGLang's own rule gives back what was
+    captured."""
     served = {layers.PLUS_ONE: sglang_llama, layers.IF_FIRST_IS_ONE: sglang_deepseek}
     written = 0
     for captured, convention in itertools.product(itertools.combinations(range(9), 3), CONVENTIONS):
@@ -65,7 +67,8 @@ def test_every_choice_is_served_as_captured_or_refused():
         try:
             ids = layers.config_ids(captured, convention)
         except Refusal:
-            # Layer 0 is before every id + 1; a first id of 1 always means 2 in the conditional convention.
+            # Layer 0 is before every id + 1; a first id of 1 always means 2 in the conditional
+            # convention.
             assert captured[0] in (0, 1)
             continue
         written += 1

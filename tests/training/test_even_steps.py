@@ -1,4 +1,5 @@
-"""Steps of fc by the size of its inputs. Alone: python -m pytest tests/training/test_even_steps.py"""
+"""Steps of fc by the size of its inputs. Alone: python -m pytest
+tests/training/test_even_steps.py"""
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ def test_factors_are_the_median_size_over_the_channels():
 
 
 def test_it_is_training_on_inputs_of_one_size():
-    """W on x with scaled steps, against W' on x' = x f with W = W' f: the same outputs after every step."""
+    """W on x with scaled steps, against W' on x' = x f with W = W' f: the same outputs after every
+    step."""
     generator = torch.Generator().manual_seed(1)
     size = torch.tensor([0.5, 3.0, 200.0, 7.0])
     x, wanted = (

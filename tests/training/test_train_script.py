@@ -1,4 +1,5 @@
-"""The stage's script on finished shards. Alone: python -m pytest tests/training/test_train_script.py"""
+"""The stage's script on finished shards. Alone: python -m pytest
+tests/training/test_train_script.py"""
 
 import json
 import os

@@ -170,8 +170,9 @@ def test_a_tracker_that_is_not_installed_is_refused_by_name(data, in_tmp, monkey
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_processes_train_as_one_and_another_number_resumes(data, in_tmp, kind):
-    """Two processes stop at a signal that one of them got; one process goes on from their checkpoint. Losses and accept
-    lengths of both parts are those of one process from the start. Also: batches that two cannot share out are refused."""
+    """Two processes stop at a signal that one of them got; one process goes on from their
+    checkpoint. Losses and accept lengths of both parts are those of one process from the start.
+    Also: batches that two cannot share out are refused."""
     expected = training.make_trainer(in_tmp / "one", data, micro_batches=2).run()
     out, here = in_tmp / "seen.json", Path(__file__).parents[1]
     done = subprocess.run(

@@ -60,7 +60,8 @@ def test_what_does_not_fit_is_refused_by_name(in_tmp):
 
 
 def test_least_squares_finds_a_linear_target():
-    """States that are a linear map of aux and of the next token's embedding: the fit predicts what random weights cannot."""
+    """States that are a linear map of aux and of the next token's embedding: the fit predicts what
+    random weights cannot."""
     size, words = 16, 40
     generator = torch.Generator().manual_seed(0)
     embedding, head = (torch.randn(words, size, generator=generator) for _ in range(2))

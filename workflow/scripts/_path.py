@@ -1,9 +1,9 @@
-"""Imported first by every script: replaces the scripts' folder on the search path by the library's parent, and sets the
-variables that other libraries read while they are loaded.
+"""Imported first by every script: replaces the scripts' folder on the search path by the library's
+parent, and sets the variables that other libraries read while they are loaded.
 
-So the library beside the scripts is found wherever the project was copied to (`dvc exp run --temp`), and the script
-named tokenize does not stand in the way of Python's own module of that name.
-"""
+So the library beside the scripts is found wherever the project was copied to (`dvc exp run
+--temp`), and the script named tokenize does not stand in the way of Python's own module of that
+name."""
 
 import os
 import sys

@@ -88,7 +88,8 @@ def refuse_if_other_target(digest: str, target: Target) -> None:
 
 
 def variants_of(params, drafter: Path) -> list[Variant]:
-    """The shapes of bench.speculation; the chain of bench.steps where none is given, or in process."""
+    """The shapes of bench.speculation; the chain of bench.steps where none is given, or in
+    process."""
     shapes = [(params.steps, 1, params.steps + 1)]
     if params.engine == "sglang" and params.speculation:
         shapes = [(s.steps, s.topk, s.draft_tokens) for s in params.speculation]
@@ -107,14 +108,15 @@ def read_questions(params, target: Target, seen: set[str]) -> dict[str, list[dic
 
 
 def serve(stage: Stage, target: Target, prompts: list[dict], variants: list[Variant]) -> Measured:
-    """Both arms on servers of the supervisor. Raises Refusal if other people's servers are all there is: their flags cannot
-    be changed, and both arms need the same ones."""
+    """Both arms on servers of the supervisor. Raises Refusal if other people's servers are all
+    there is: their flags cannot be changed, and both arms need the same ones."""
     from eagle3.serving.server import lease
 
     params, settings = stage.params.bench, stage.params.server
     if settings.endpoints:
         raise Refusal(
-            "bench.engine sglang starts servers of its own, with and without the drafter, but server.endpoints "
+            "bench.engine sglang starts servers of its own, with and without the drafter, but "
+            "server.endpoints "
             f"is {list(settings.endpoints)}; remove it for the bench"
         )
 
@@ -142,7 +144,8 @@ def read_curves(drafter: Path) -> list[dict[str, str]]:
 
 
 def lineage(folder: Path, training: dict, target: Target, responses: Path) -> dict[str, str]:
-    """What the drafter was made from, by digest, back to the servers that answered and the rows that were asked."""
+    """What the drafter was made from, by digest, back to the servers that answered and the rows
+    that were asked."""
     made = {
         "drafter": digest_file(folder / export.WEIGHTS),
         "draft vocabulary": training["vocab"],
@@ -159,7 +162,8 @@ def lineage(folder: Path, training: dict, target: Target, responses: Path) -> di
 
 
 def write(out: Path, content: dict) -> None:
-    """The whole folder. It is written before the figures are judged, so that a refusal can be looked into."""
+    """The whole folder. It is written before the figures are judged, so that a refusal can be
+    looked into."""
     with replacing(out) as folder:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)

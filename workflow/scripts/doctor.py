@@ -1,4 +1,5 @@
-"""doctor: says whether SGLang will use a drafter rightly, with the reason and the remedy of each finding.
+"""doctor: says whether SGLang will use a drafter rightly, with the reason and the remedy of each
+finding.
 
     python workflow/scripts/doctor.py DRAFTER [--target data/target]
 
@@ -23,7 +24,8 @@ def open_target(folder: Path, scratch: Path) -> Target:
         return Target(folder)
     if not (folder / "config.json").exists():
         raise Refusal(
-            f"there is no target at {folder}: `dvc repro target` brings the one of params.yaml, and "
+            f"there is no target at {folder}: `dvc repro target` brings the one of params.yaml, "
+            "and "
             'ARGS="--target FOLDER" names another one'
         )
     config = read_json(folder / "config.json")

@@ -49,7 +49,8 @@ def build(arguments: argparse.Namespace) -> None:
 
 
 def identity(target: Target, captured: list[int], stage: Stage) -> dict:
-    """What determines the states of given ids; first in the manifest, and part of every shard's key."""
+    """What determines the states of given ids; first in the manifest, and part of every shard's
+    key."""
     params = stage.params.hidden_states
     return {
         "target_digest": target.digest,
@@ -65,7 +66,8 @@ def identity(target: Target, captured: list[int], stage: Stage) -> dict:
 
 @contextlib.contextmanager
 def capturing(target: Target, captured: list[int], convention: str, stage: Stage):
-    """The engine that runs the target: in this process, or a server that the stage holds for as long."""
+    """The engine that runs the target: in this process, or a server that the stage holds for as
+    long."""
     runtime, settings = stage.params.runtime, stage.params.server
     if stage.params.hidden_states.engine == "transformers":
         from eagle3.capture.transformers_capture import TransformersCapture
@@ -100,7 +102,8 @@ def capturing(target: Target, captured: list[int], convention: str, stage: Stage
         if "No module named 'eagle3'" not in str(refusal):
             raise
         raise Refusal(
-            "the server does not find eagle3, whose hooks write the states: its command drops the PYTHONPATH that it is "
+            "the server does not find eagle3, whose hooks write the states: its command drops "
+            "the PYTHONPATH that it is "
             f"given; let it keep what is there (PYTHONPATH=more:$PYTHONPATH). {refusal}"
         ) from None
 

@@ -1,4 +1,5 @@
-"""generate: has the target answer the prompts of a data set, or takes the answers that came with them."""
+"""generate: has the target answer the prompts of a data set, or takes the answers that came with
+them."""
 
 import _path
 import argparse
@@ -43,11 +44,13 @@ def build(arguments: argparse.Namespace) -> None:
                 else "small models do so under greedy sampling; else the sampling may be wrong"
             )
             stage.say(
-                f"look at the answers in {arguments.out}: {writer.broken} of {writer.answered} end in a loop or hold unreadable "
+                f"look at the answers in {arguments.out}: {writer.broken} of {writer.answered} "
+                "end in a loop or hold unreadable "
                 f"characters; {cause}"
             )
         stage.say(
-            f"{writer.answered} prompts answered with {writer.tokens:,} tokens, {writer.failed} errors, "
+            f"{writer.answered} prompts answered with {writer.tokens:,} tokens, {writer.failed} "
+            "errors, "
             f"{share:.0%} cut by max_new_tokens"
         )
 
@@ -98,7 +101,8 @@ def _generate(
 
 
 def _take_over_published(stage: Stage, answering: generation.Answering, out: Path) -> None:
-    """Rows that an earlier version of the artifact holds, made here or elsewhere, need not be made again."""
+    """Rows that an earlier version of the artifact holds, made here or elsewhere, need not be made
+    again."""
     rows = cached_file(stage.name, str(out), responses.ROWS)
     made_by = cached_file(stage.name, str(out), responses.FINGERPRINT)
     if rows and made_by and (adopted := answering.adopt(read_jsonl(rows))):

@@ -1,4 +1,5 @@
-"""plan: what the build of params.yaml costs in rows, tokens, bytes and hours, before anything runs."""
+"""plan: what the build of params.yaml costs in rows, tokens, bytes and hours, before anything
+runs."""
 
 import _path
 import argparse

@@ -30,13 +30,15 @@ def build(arguments: argparse.Namespace) -> None:
         reasons = ", ".join(f"{reason} {count}" for reason, count in stats["reasons"].items())
         stage.say(
             f"{stats['kept']} of {stats['usable']} usable prompts kept, {stats['rows']} rows read, "
-            f"{stats['duplicates']} duplicates, {stats['rejected']} rejected{f' ({reasons})' if reasons else ''}"
+            f"{stats['duplicates']} duplicates, {stats['rejected']} "
+            f"rejected{f' ({reasons})' if reasons else ''}"
         )
 
 
 def warm_server(arguments: argparse.Namespace) -> None:
-    """Has the server start while rows become prompts. Not a dependency of anything: a program of its own, whose code
-    is none of this stage's, and which does nothing where no build drives it or another engine answers."""
+    """Has the server start while rows become prompts. Not a dependency of anything: a program of
+    its own, whose code is none of this stage's, and which does nothing where no build drives it or
+    another engine answers."""
     subprocess.Popen(
         [
             sys.executable,

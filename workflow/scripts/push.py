@@ -1,4 +1,5 @@
-"""push: sends the artifacts of the stages in runtime.push to the DVC remote, and checks that all of them arrived."""
+"""push: sends the artifacts of the stages in runtime.push to the DVC remote, and checks that all of
+them arrived."""
 
 import _path
 import argparse
@@ -45,7 +46,8 @@ def main() -> None:
     )
     if state.returncode or "in sync" not in state.stdout + state.stderr:
         sys.exit(
-            f"error: not everything arrived; run the same command again:\n{state.stdout}{state.stderr}"
+            "error: not everything arrived; run the same command "
+            f"again:\n{state.stdout}{state.stderr}"
         )
 
 

@@ -1,4 +1,5 @@
-"""server: the SGLang server by hand. `warm` starts it for the build that calls this; `run` holds it until Ctrl-C."""
+"""server: the SGLang server by hand. `warm` starts it for the build that calls this; `run` holds it
+until Ctrl-C."""
 
 import _path
 import argparse

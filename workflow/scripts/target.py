@@ -25,7 +25,8 @@ def build(arguments: argparse.Namespace) -> None:
                 info = describe(path, params, outside=True)
             write_json(folder / "target.json", info)
         stage.say(
-            f"{info['architecture']}, {info['num_layers']} layers, hidden size {info['hidden_size']}, "
+            f"{info['architecture']}, {info['num_layers']} layers, hidden size "
+            f"{info['hidden_size']}, "
             f"vocabulary {info['vocab_size']}, digest {info['digest'][:12]}"
         )
 

@@ -1,4 +1,5 @@
-"""trace: lists what a drafter was made from, down to data set rows and server fingerprint, and what is missing here."""
+"""trace: lists what a drafter was made from, down to data set rows and server fingerprint, and what
+is missing here."""
 
 import _path
 import argparse

@@ -100,7 +100,8 @@ def train(stage: Stage, arguments: argparse.Namespace) -> None:
         head.float(), params.seed
     )
     say(
-        f"{len(training)} training and {len(validation)} validation sequences, {sum(training.lengths):,} tokens, "
+        f"{len(training)} training and {len(validation)} validation sequences, "
+        f"{sum(training.lengths):,} tokens, "
         f"{sum(p.numel() for p in drafter.parameters()):,} weights"
     )
     fresh = checkpoints.latest() is None
@@ -119,7 +120,8 @@ def train(stage: Stage, arguments: argparse.Namespace) -> None:
             else (f"at its start, which {done.update} updates did not improve")
         )
         say(
-            f"accept length {done.history[0]['accept_length']:.3f} untrained, {done.best_length:.3f} {best} "
+            f"accept length {done.history[0]['accept_length']:.3f} untrained, "
+            f"{done.best_length:.3f} {best} "
             f"({params.steps} steps, simulated)"
         )
 
@@ -135,8 +137,8 @@ def target_dtype(target: Target) -> str:
 
 
 def origin(folder: Path, fresh: bool) -> dict[str, str]:
-    """Code and versions at the first update. They are kept with the checkpoints, so that exporting the same weights
-    again writes the same bytes."""
+    """Code and versions at the first update. They are kept with the checkpoints, so that exporting
+    the same weights again writes the same bytes."""
     path = folder / "origin.json"
     if fresh or not path.exists():
         write_json(

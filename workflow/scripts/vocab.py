@@ -29,7 +29,8 @@ def build(arguments: argparse.Namespace) -> None:
         }
         if coverage["train"] < stage.params.vocab.min_coverage:
             raise Refusal(
-                f"the draft vocabulary of {size} covers {coverage['train']:.1%} of supervised tokens, less than "
+                f"the draft vocabulary of {size} covers {coverage['train']:.1%} of supervised "
+                "tokens, less than "
                 f"vocab.min_coverage {stage.params.vocab.min_coverage:.1%}; raise vocab.size"
             )
         write_json(

@@ -1,10 +1,12 @@
-"""What SGLang's CPU path of EAGLE calls of its compiled kernels, in plain PyTorch; for tests, slow, one sequence at a time.
+"""What SGLang's CPU path of EAGLE calls of its compiled kernels, in plain PyTorch; for tests, slow,
+one sequence at a time.
 
-The packaged `sgl_kernel` is for GPUs. With this folder first on PYTHONPATH and `--prefill-attention-backend intel_amx
---decode-attention-backend intel_amx`, SGLang 0.5.23 drafts and verifies on a CPU: its own worker, scheduler and backend do
-all of it, these functions only move rows, walk trees and attend. Any other kernel can be imported, but not called. Trees
-work too; sliding windows, sinks, logit caps and cross attention do not, and are refused.
-"""
+The packaged `sgl_kernel` is for GPUs. With this folder first on PYTHONPATH and
+`--prefill-attention-backend intel_amx
+--decode-attention-backend intel_amx`, SGLang 0.5.23 drafts and verifies on a CPU: its own worker,
+scheduler and backend do all of it, these functions only move rows, walk trees and attend. Any other
+kernel can be imported, but not called. Trees work too; sliding windows, sinks, logit caps and cross
+attention do not, and are refused."""
 
 import ctypes
 
@@ -25,7 +27,8 @@ def __getattr__(name):
 
 
 def copy_all_layer_kv_cache_cpu(data_ptrs, strides, tgt_loc, src_loc):
-    """In each buffer, given by address and bytes per row: rows `src_loc` to `tgt_loc`, which may overlap."""
+    """In each buffer, given by address and bytes per row: rows `src_loc` to `tgt_loc`, which may
+    overlap."""
     sources, targets = src_loc.tolist(), tgt_loc.tolist()
     for address, size in zip(data_ptrs.tolist(), strides.tolist()):
         rows = [ctypes.string_at(address + size * source, size) for source in sources]
@@ -96,7 +99,8 @@ def build_tree_kernel_efficient_cpu(
     draft_token_num,
     tree_mask_mode,
 ):
-    """Links, depths and ancestors of the drafted tokens. Node 0 of each tree is the token already accepted."""
+    """Links, depths and ancestors of the drafted tokens. Node 0 of each tree is the token already
+    accepted."""
     assert int(tree_mask_mode) == 1, "only QLEN_ONLY masks, which SGLang uses on a CPU"
     mask = tree_mask.view(-1, draft_token_num, draft_token_num)
     for b, length in enumerate(verified_seq_len.tolist()):
@@ -197,7 +201,8 @@ def decode_attention_cpu(
     encoder_lens,
     sinks,
 ):
-    """Writes keys and values to the cache at `loc`; then one token of each sequence attends to the whole of it."""
+    """Writes keys and values to the cache at `loc`; then one token of each sequence attends to the
+    whole of it."""
     _refuse(logit_cap, is_cross_attn, sliding_window_size, sinks)
     if key is not None:
         k_cache[loc] = key.view(-1, *k_cache.shape[1:]).to(k_cache.dtype)
@@ -238,7 +243,8 @@ def extend_attention_cpu(
     tree_mask,
     is_causal,
 ):
-    """The last `extend_seq_lens` tokens of each sequence attend to what is before them, or among themselves by `tree_mask`.
+    """The last `extend_seq_lens` tokens of each sequence attend to what is before them, or among
+    themselves by `tree_mask`.
 
     Their keys and values are in the cache already.
     """

@@ -1,4 +1,5 @@
-"""What a bench asks of a SGLang server: settings, an empty cache, and many answers timed from outside."""
+"""What a bench asks of a SGLang server: settings, an empty cache, and many answers timed from
+outside."""
 
 import asyncio
 import json
@@ -25,19 +26,22 @@ class BenchClient:
             if status == 200:
                 return json.loads(text)
         raise Refusal(
-            f"{self.url} answers {status} to /server_info and /get_server_info, so the arms cannot be compared; "
+            f"{self.url} answers {status} to /server_info and /get_server_info, so the arms "
+            "cannot be compared; "
             "is this a SGLang server?"
         )
 
     def flush(self, tries: int = 20) -> None:
-        """Empties the prefix cache. A server that still works on something refuses; it is asked again for a while."""
+        """Empties the prefix cache. A server that still works on something refuses; it is asked
+        again for a while."""
         for _ in range(tries):
             status, text = asyncio.run(self._call("POST", "/flush_cache"))
             if status == 200:
                 return
             time.sleep(0.25)
         raise Refusal(
-            f"{self.url} does not flush its cache ({status}: {text[:100]}); something else is using this server"
+            f"{self.url} does not flush its cache ({status}: {text[:100]}); something else is "
+            "using this server"
         )
 
     async def _call(self, method: str, path: str) -> tuple[int, str]:
@@ -47,7 +51,8 @@ class BenchClient:
                     return response.status, await response.text()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise Refusal(
-                f"the server at {self.url} does not answer {path}: {error or 'timeout'}; see its log"
+                f"the server at {self.url} does not answer {path}: {error or 'timeout'}; see its "
+                "log"
             ) from None
 
     def answers(
@@ -58,13 +63,15 @@ class BenchClient:
         repeat: int = 0,
         stream: bool = False,
     ) -> tuple[list[Served], float]:
-        """(a row per prompt, seconds in all), greedy, `concurrency` requests in flight. Failures are rows with `error`."""
+        """(a row per prompt, seconds in all), greedy, `concurrency` requests in flight. Failures
+        are rows with `error`."""
         return asyncio.run(self._answers(prompts, concurrency, max_new_tokens, repeat, stream))
 
     async def _answers(self, prompts, concurrency, max_new_tokens, repeat, stream):
         waiting = iter(prompts)
         rows: list[Served] = []
-        # An event of a stream is one line with all tokens so far: longer than the default buffer for long answers.
+        # An event of a stream is one line with all tokens so far: longer than the default buffer
+        # for long answers.
         async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             read_bufsize=1 << 24,
@@ -107,10 +114,11 @@ class BenchClient:
 
 
 async def _read_stream(response, start: float) -> tuple[dict[str, Any], float | None]:
-    """(last event of a stream, seconds to the first one that holds a token). Raises ValueError on an error event.
+    """(last event of a stream, seconds to the first one that holds a token). Raises ValueError on
+    an error event.
 
-    Each event holds all tokens so far. An event of server-sent events may arrive in pieces; `readline` joins them.
-    """
+    Each event holds all tokens so far. An event of server-sent events may arrive in pieces;
+    `readline` joins them."""
     answer: dict[str, Any] = {}
     first = None
     while line := await response.content.readline():
@@ -126,7 +134,8 @@ async def _read_stream(response, start: float) -> tuple[dict[str, Any], float | 
 
 
 def read_answer(row: Served, answer: dict[str, Any]) -> None:
-    """Fills a row from SGLang's answer. Raises KeyError if ids or counts are missing, ValueError if it was aborted."""
+    """Fills a row from SGLang's answer. Raises KeyError if ids or counts are missing, ValueError if
+    it was aborted."""
     meta = answer["meta_info"]
     reason = meta.get("finish_reason") or {}
     if reason.get("type") == "abort":

@@ -1,8 +1,9 @@
-"""Figures of a bench from its raw rows: pooled, with intervals. The same for every engine; nothing here runs a model.
+"""Figures of a bench from its raw rows: pooled, with intervals. The same for every engine; nothing
+here runs a model.
 
-An arm is one way of serving ("baseline" or "speculative") under one setting. Figures are sums over sums, never averages of
-averages: a mean of per-request accept lengths gives short answers the weight of long ones.
-"""
+An arm is one way of serving ("baseline" or "speculative") under one setting. Figures are sums over
+sums, never averages of averages: a mean of per-request accept lengths gives short answers the
+weight of long ones."""
 
 import math
 from dataclasses import dataclass, field
@@ -18,11 +19,10 @@ LEVEL = 0.95
 class Served:
     """One answer of one repeat.
 
-    `ids` with the stop token, if one came; `seconds` from sending to the end; `first` seconds to the first token (None if
-    the answer was not streamed); `cycles` verify cycles (0 without speculation); `accepted[n]`: cycles that accepted n
-    drafts (empty if the server does not say); `cached` prompt tokens found in the prefix cache; `error`: why there is no
-    answer.
-    """
+    `ids` with the stop token, if one came; `seconds` from sending to the end; `first` seconds to
+    the first token (None if the answer was not streamed); `cycles` verify cycles (0 without
+    speculation); `accepted[n]`: cycles that accepted n drafts (empty if the server does not say);
+    `cached` prompt tokens found in the prefix cache; `error`: why there is no answer."""
 
     dataset: str
     id: str
@@ -38,8 +38,8 @@ class Served:
 
 @dataclass
 class Arm:
-    """`rows` of all repeats and the wall time of each repeat; `streamed`: rows of separate runs that were timed token by
-    token."""
+    """`rows` of all repeats and the wall time of each repeat; `streamed`: rows of separate runs
+    that were timed token by token."""
 
     rows: list[Served] = field(default_factory=list)
     walls: dict[int, float] = field(default_factory=dict)
@@ -62,8 +62,9 @@ class Arm:
 
 @dataclass
 class Simulated:
-    """What the drafter would do on the very answers that were served. `average`: one plus the sum of products of
-    conditional accuracies, over all positions; `tokens` and `cycles` of walking the answers as a server does;
+    """What the drafter would do on the very answers that were served. `average`: one plus the sum
+    of products of conditional accuracies, over all positions; `tokens` and `cycles` of walking the
+    answers as a server does;
     `conditional` accuracy of each step."""
 
     average: float
@@ -79,7 +80,8 @@ def figures(
     simulated: Simulated | None,
     name: str | None = None,
 ) -> dict[str, Any]:
-    """The figures of one cell, of all its rows or of data set `name`. `simulated` belongs to the same rows."""
+    """The figures of one cell, of all its rows or of data set `name`. `simulated` belongs to the
+    same rows."""
     scale = {"baseline": baseline.parallelism, "speculative": speculative.parallelism}
     arms = {"baseline": baseline, "speculative": speculative}
     if name is not None:
@@ -128,8 +130,10 @@ def _rate(rows: list[Served]) -> float:
 
 
 def accept_lengths(rows: list[Served], simulated: Simulated | None) -> dict[str, float | None]:
-    """`served`: completion tokens / verify cycles, the server's own convention; the prefill's token is among them.
-    `per_cycle` leaves it out, so that a drafter which is never right has exactly 1 and none has over steps + 1.
+    """`served`: completion tokens / verify cycles, the server's own convention; the prefill's token
+    is among them.
+    `per_cycle` leaves it out, so that a drafter which is never right has exactly 1 and none has
+    over steps + 1.
     `replayed` counts as `served` does."""
     good = [row for row in rows if not row.error]
     tokens, cycles = sum(len(row.ids) for row in good), sum(row.cycles for row in good)
@@ -151,7 +155,8 @@ def accept_lengths(rows: list[Served], simulated: Simulated | None) -> dict[str,
 
 
 def acceptance(rows: list[Served], steps: int) -> dict[str, float] | None:
-    """Share of verify cycles that accept the draft at each position, by position; None if the server gives no histogram."""
+    """Share of verify cycles that accept the draft at each position, by position; None if the
+    server gives no histogram."""
     cycles = sum(sum(row.accepted) for row in rows)
     if not cycles:
         return None
@@ -162,7 +167,8 @@ def acceptance(rows: list[Served], steps: int) -> dict[str, float] | None:
 
 
 def step_times(baseline: Arm, speculative: Arm) -> dict[str, float | None]:
-    """Seconds of a decode step and of a verify cycle, prefill left out, from the rows that know when it ended."""
+    """Seconds of a decode step and of a verify cycle, prefill left out, from the rows that know
+    when it ended."""
     plain = [r for r in baseline.streamed if not r.error and r.first is not None and len(r.ids) > 1]
     drafted = [r for r in speculative.streamed if not r.error and r.first is not None and r.cycles]
     return {
@@ -194,9 +200,9 @@ def interval(
 ) -> tuple[float, float]:
     """95 % interval of the speed-up, relative to it: (0.97, 1.02) means from 3 % under to 2 % over.
 
-    Bootstrap over prompts and repeats at once; a prompt keeps both arms' times together, so that long answers cancel.
-    Only answers that both arms gave count. Source: two-way bootstrap of a ratio estimator.
-    """
+    Bootstrap over prompts and repeats at once; a prompt keeps both arms' times together, so that
+    long answers cancel. Only answers that both arms gave count. Source: two-way bootstrap of a
+    ratio estimator."""
     times = [
         {
             (row.id, row.repeat): (len(row.ids), row.seconds)
@@ -230,9 +236,9 @@ def interval(
 
 
 def compare_outputs(baseline: list[Served], speculative: list[Served]) -> dict[str, Any]:
-    """How greedy answers of the arms agree, prompt by prompt in their first common repeat, and how each arm agrees with
-    itself: where an arm's own repeats differ, so do its numerics with the batch, and the arms may differ for that reason.
-    """
+    """How greedy answers of the arms agree, prompt by prompt in their first common repeat, and how
+    each arm agrees with itself: where an arm's own repeats differ, so do its numerics with the
+    batch, and the arms may differ for that reason."""
     answers = [_by_prompt(rows) for rows in (baseline, speculative)]
     both = sorted(answers[0].keys() & answers[1].keys())
     pairs = [(answers[0][p][0], answers[1][p][0]) for p in both]

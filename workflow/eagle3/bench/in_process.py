@@ -20,8 +20,8 @@ def measure(
     max_new_tokens: int,
     repeats: int = 1,
 ) -> Measured:
-    """Both arms over `prompts`, after one warm-up. The arms take turns at going first, prompt by prompt, and every second
-    repeat turns both round."""
+    """Both arms over `prompts`, after one warm-up. The arms take turns at going first, prompt by
+    prompt, and every second repeat turns both round."""
     model = target.load_model()
     decoder = Decoder(model, layers, target.stop_ids, drafter.to(model.device))
     decoder.speculative(prompts[0]["prompt_ids"], 8, variant.steps)

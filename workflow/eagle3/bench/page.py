@@ -1,4 +1,5 @@
-"""report.html from report.json: one self-contained page, readable on a phone, in print, in light and dark.
+"""report.html from report.json: one self-contained page, readable on a phone, in print, in light
+and dark.
 
 PYTHONPATH=workflow python -m eagle3.bench.page data/bench/report.json report.html
 """
@@ -74,22 +75,28 @@ TIMES = [
 TERMS = (
     (
         "Accept length, served",
-        "completion tokens over verify cycles, pooled over all answers; the bonus token of each cycle "
+        "completion tokens over verify cycles, pooled over all answers; the bonus token of each "
+        "cycle "
         "and the token of the prefill count. SGLang reports the same.",
     ),
     (
         "Replayed",
-        "the same count when the drafter is walked over the very answers that were served, from states of "
-        "the target captured anew. It must equal the served one: if it does not, training and serving see different states.",
+        "the same count when the drafter is walked over the very answers that were served, from "
+        "states of "
+        "the target captured anew. It must equal the served one: if it does not, training and "
+        "serving see different states.",
     ),
     (
         "Simulated",
-        "one plus the sum of the products of conditional accuracies, averaged over all positions: what training "
-        "reports. Serving visits only the positions where a cycle ends, so this may differ from the other two.",
+        "one plus the sum of the products of conditional accuracies, averaged over all "
+        "positions: what training "
+        "reports. Serving visits only the positions where a cycle ends, so this may differ from "
+        "the other two.",
     ),
     (
         "Break-even",
-        "seconds of a verify cycle over seconds of a plain token: an accept length below it costs more than it "
+        "seconds of a verify cycle over seconds of a plain token: an accept length below it "
+        "costs more than it "
         "gains.",
     ),
     ("Interval", "95 %, from resampling prompts and repeats."),
@@ -120,7 +127,10 @@ def table(header: list[str], rows: list[list[Any]], kind: str = "") -> str:
         "<tr>" + "".join(f"<td>{html.escape(number(v))}</td>" for v in row) + "</tr>"
         for row in rows
     )
-    return f'<div class="wide"><table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    return (
+        '<div class="wide"><table '
+        f'class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
 
 
 def section(title: str, *parts: str) -> str:

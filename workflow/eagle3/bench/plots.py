@@ -1,4 +1,5 @@
-"""Plots as SVG text: no script, no font and no file besides, in the colours of the page they stand in."""
+"""Plots as SVG text: no script, no font and no file besides, in the colours of the page they stand
+in."""
 
 import html
 import math
@@ -12,7 +13,8 @@ DASHES = ("", "7 4", "2 4")
 
 @dataclass
 class Line:
-    """A named line. `low` and `high` are the ends of the interval at each point, if there are any."""
+    """A named line. `low` and `high` are the ends of the interval at each point, if there are
+    any."""
 
     name: str
     points: list[tuple[float, float]]
@@ -27,8 +29,8 @@ def plot(
     mark: float | None = None,
     logarithmic: bool = False,
 ) -> str:
-    """A figure with its legend. `mark` draws a level across; `logarithmic` spaces x by ratio, and ticks stand at the
-    points. Returns a sentence if there is no point."""
+    """A figure with its legend. `mark` draws a level across; `logarithmic` spaces x by ratio, and
+    ticks stand at the points. Returns a sentence if there is no point."""
     lines = [line for line in lines if line.points]
     if not lines:
         return f"<p>No data for {html.escape(y_label)}.</p>"
@@ -49,7 +51,8 @@ def plot(
         )
 
     parts = [
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT - 20}" role="img" aria-label="{html.escape(f"{y_label} over {x_label}")}">'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT - 20}" role="img" '
+        f'aria-label="{html.escape(f"{y_label} over {x_label}")}">'
     ]
     for value in ticks:
         y = at(lines[0].points[0][0], value)[1]
@@ -59,7 +62,8 @@ def plot(
         )
     for x in x_ticks(lines, logarithmic):
         parts.append(
-            f'<text x="{at(x, low)[0]:.1f}" y="{BOTTOM + 18}" text-anchor="middle">{short(x)}</text>'
+            f'<text x="{at(x, low)[0]:.1f}" y="{BOTTOM + 18}" '
+            f'text-anchor="middle">{short(x)}</text>'
         )
     if mark is not None:
         y = at(lines[0].points[0][0], mark)[1]
@@ -68,13 +72,17 @@ def plot(
         parts.append(_drawn(line, number, at))
     middle = (LEFT + RIGHT) / 2
     parts.append(
-        f'<text x="{middle}" y="{BOTTOM + 38}" text-anchor="middle">{html.escape(x_label)}</text></svg>'
+        f'<text x="{middle}" y="{BOTTOM + 38}" '
+        f'text-anchor="middle">{html.escape(x_label)}</text></svg>'
     )
     legend = "".join(
         f'<span style="color:var(--c{n % COLOURS})">{_sample(n)} {html.escape(line.name)}</span> '
         for n, line in enumerate(lines)
     )
-    return f'<figure><figcaption>{html.escape(y_label)}</figcaption>{"".join(parts)}<p class="legend">{legend}</p></figure>'
+    return (
+        f"<figure><figcaption>{html.escape(y_label)}</figcaption>{''.join(parts)}<p "
+        f'class="legend">{legend}</p></figure>'
+    )
 
 
 def _style(number: int) -> str:
@@ -98,7 +106,8 @@ def _drawn(line: Line, number: int, at) -> str:
         (place, bottom), (_, top) = at(x, low), at(x, high)
         side = place - 4
         parts.append(
-            f'<path stroke="{colour}" fill="none" d="M{side:.1f} {top:.1f}h8M{place:.1f} {top:.1f}V{bottom:.1f}'
+            f'<path stroke="{colour}" fill="none" d="M{side:.1f} {top:.1f}h8M{place:.1f} '
+            f"{top:.1f}V{bottom:.1f}"
             f'M{side:.1f} {bottom:.1f}h8"/>'
         )
     return "".join(parts)
@@ -131,7 +140,8 @@ def nice_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 
 
 def x_ticks(lines: list[Line], logarithmic: bool) -> list[float]:
-    """The points themselves where they are few or unevenly spaced, else round numbers between them."""
+    """The points themselves where they are few or unevenly spaced, else round numbers between
+    them."""
     xs = sorted({x for line in lines for x, _ in line.points})
     if logarithmic or len(xs) <= 8:
         return xs

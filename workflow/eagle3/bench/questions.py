@@ -1,8 +1,7 @@
 """Prompts that the drafter has not seen: the validation split, and question sets from elsewhere.
 
-Whoever was trained on is known by the content hash of the prompt's ids, so that the same question under another name, in
-another data set or with another answer is found too.
-"""
+Whoever was trained on is known by the content hash of the prompt's ids, so that the same question
+under another name, in another data set or with another answer is found too."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,8 @@ from eagle3.records import records
 def collect(
     folder: str | Path, limit: int, seen: set[str], questions: dict[str, list[dict]] | None = None
 ) -> tuple[list[dict], dict[str, Any]]:
-    """(prompts {"dataset", "id", "prompt_ids"}, counts by set). Up to `limit` of the validation splits in `folder` and all
+    """(prompts {"dataset", "id", "prompt_ids"}, counts by set). Up to `limit` of the validation
+    splits in `folder` and all
     `questions`, both taken from the sets in turn; what training has `seen` is left out and counted.
 
     Raises Refusal if none is left.
@@ -66,7 +66,8 @@ def _unseen(
 
 
 def in_turn(queues: list[list[dict]]) -> list[dict]:
-    """One of each queue, then the next of each: every set has its share of whatever is cut off later.
+    """One of each queue, then the next of each: every set has its share of whatever is cut off
+    later.
 
     >>> in_turn([[1, 2], [3]])
     [1, 3, 2]
@@ -104,9 +105,9 @@ def validation_prompts(path: Path, name: str) -> list[dict]:
 
 
 def questions(name: str, rows, wanted, renderer, limits, seen: set[str]) -> list[dict]:
-    """Prompts of the question set `name` (a section of bench.questions) from its source's `rows`: first turns, rendered as
-    everywhere, chosen by hash after those that training has seen are gone. Raises Refusal if no row is usable.
-    """
+    """Prompts of the question set `name` (a section of bench.questions) from its source's `rows`:
+    first turns, rendered as everywhere, chosen by hash after those that training has seen are gone.
+    Raises Refusal if no row is usable."""
     found: dict[str, dict] = {}
     reasons: dict[str, int] = {}
     for _, row in rows:
@@ -119,7 +120,8 @@ def questions(name: str, rows, wanted, renderer, limits, seen: set[str]) -> list
         found[key] = {"dataset": name, "id": key, "prompt_ids": ids}
     if not found:
         raise Refusal(
-            f"bench.questions.{name}: no row is usable ({reasons or 'it has none'}); set its format or columns"
+            f"bench.questions.{name}: no row is usable ({reasons or 'it has none'}); set its "
+            "format or columns"
         )
     ordered = sorted(found, key=lambda key: (key in seen, prompts.rank(key)))
     return [found[key] for key in ordered[: wanted.max_samples]]

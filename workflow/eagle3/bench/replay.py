@@ -24,7 +24,8 @@ class Answered:
 
 
 class Simulator:
-    """Holds the target's capture and the drafter on one device; bf16 products on a GPU, as a server computes."""
+    """Holds the target's capture and the drafter on one device; bf16 products on a GPU, as a server
+    computes."""
 
     def __init__(
         self, target: Target, drafter: Drafter, layers: list[int], batch_tokens: int = 4096
@@ -36,12 +37,13 @@ class Simulator:
 
     @torch.no_grad()
     def hits(self, answers: list[Answered], steps: int) -> tuple[list[torch.Tensor], list[float]]:
-        """(hits [L, steps] int8 of each answer, in order; logit gaps of the answers with an `other`).
+        """(hits [L, steps] int8 of each answer, in order; logit gaps of the answers with an
+        `other`).
 
-        A hit is a draft that equals the token that was served: greedy verification accepts exactly those. The first token
-        of an answer comes from the prefill and is never drafted, so it is not supervised here. A gap says by how much the
-        target's logit for the served token exceeds that for the other arm's token where the two first differ.
-        """
+        A hit is a draft that equals the token that was served: greedy verification accepts exactly
+        those. The first token of an answer comes from the prefill and is never drafted, so it is
+        not supervised here. A gap says by how much the target's logit for the served token exceeds
+        that for the other arm's token where the two first differ."""
         order = sorted(
             range(len(answers)), key=lambda i: len(answers[i].prompt_ids) + len(answers[i].ids)
         )
@@ -95,7 +97,8 @@ class Simulator:
 
 
 def _groups(order: list[int], answers: list[Answered], batch_tokens: int):
-    """Runs of `order` (rising lengths) whose padded size stays under `batch_tokens`; at least one answer each."""
+    """Runs of `order` (rising lengths) whose padded size stays under `batch_tokens`; at least one
+    answer each."""
     group: list[int] = []
     for i in order:
         length = len(answers[i].prompt_ids) + len(answers[i].ids)
@@ -108,8 +111,9 @@ def _groups(order: list[int], answers: list[Answered], batch_tokens: int):
 
 
 def summary(hits: list[torch.Tensor], answers: list[Answered], steps: int) -> Simulated:
-    """The figures of these answers for a chain of `steps`. Walking them counts as a server does: the prefill's token is one
-    of the completion tokens, and what a last cycle drafts beyond the end of the answer is not."""
+    """The figures of these answers for a chain of `steps`. Walking them counts as a server does:
+    the prefill's token is one of the completion tokens, and what a last cycle drafts beyond the end
+    of the answer is not."""
     averaged = metrics.summarize(torch.cat(hits), steps)
     walked = [metrics.replay(h, steps) for h in hits]
     return Simulated(

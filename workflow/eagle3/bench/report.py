@@ -1,4 +1,5 @@
-"""report.json and the small files beside it, for `dvc metrics` and `dvc plots`. docs/report.md describes the form."""
+"""report.json and the small files beside it, for `dvc metrics` and `dvc plots`. docs/report.md
+describes the form."""
 
 from dataclasses import asdict
 from typing import Any
@@ -13,7 +14,8 @@ SCHEMA = 2
 def content(
     measured: Measured, cells: list[dict[str, Any]], variants: list[Variant], **more: Any
 ) -> dict[str, Any]:
-    """The report. The figures of `all` and `datasets` are those of the first variant at the smallest concurrency."""
+    """The report. The figures of `all` and `datasets` are those of the first variant at the
+    smallest concurrency."""
     first, several = cells[0], len({cell["variant"] for cell in cells}) > 1
     return {
         "schema": SCHEMA,
@@ -34,8 +36,8 @@ def content(
 
 
 def show_training_figure(cells: list[dict[str, Any]], trained: dict[str, Any]) -> None:
-    """Puts the accept length that training reported beside the served one, where nothing was simulated. Its prompts and
-    its way of counting are others, so no bound applies."""
+    """Puts the accept length that training reported beside the served one, where nothing was
+    simulated. Its prompts and its way of counting are others, so no bound applies."""
     conditional = list(trained.get("conditional", {}).values())
     for cell in cells:
         if cell["topk"] == 1 and len(conditional) >= cell["steps"]:
@@ -73,7 +75,8 @@ def metrics(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def acceptance_csv(report: dict[str, Any]) -> str:
-    """Draft position, share of cycles that accept it, and share of drafts that are right, given all before."""
+    """Draft position, share of cycles that accept it, and share of drafts that are right, given all
+    before."""
     lines, figures = ["position,accepted,conditional"], report["all"]
     for k in range(report["steps"]):
         accepted = (figures["acceptance"] or {}).get(f"position_{k}", "")

@@ -1,4 +1,5 @@
-"""The form of report.json, and docs/report.md made from it. `make docs` writes the page; tests hold both."""
+"""The form of report.json, and docs/report.md made from it. `make docs` writes the page; tests hold
+both."""
 
 from pathlib import Path
 
@@ -90,7 +91,8 @@ class Outputs(Form):
 
 
 class Figures(Form):
-    """Figures of all answers of a cell, or of one data set. Mappings by arm have the keys baseline and speculative."""
+    """Figures of all answers of a cell, or of one data set. Mappings by arm have the keys baseline
+    and speculative."""
 
     prompts: int = Field(description="Prompts answered with speculation.")
     tokens: dict[str, int] = Field(description="Tokens answered, by arm.")
@@ -133,7 +135,8 @@ class Cell(Form):
     all: Figures = Field(description="Figures of all answers.")
     datasets: dict[str, Figures] = Field(description="Figures by data set.")
     difference_gaps: Spread | None = Field(
-        description="Difference of the target's logits of the two tokens where the arms part: median and p95."
+        description="Difference of the target's logits of the two tokens where the arms part: "
+        "median and p95."
     )
 
 

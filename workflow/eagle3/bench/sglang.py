@@ -1,7 +1,8 @@
-"""Both arms of a bench on SGLang servers: same flags but for speculation, same prompts, empty cache, repeats turned round.
+"""Both arms of a bench on SGLang servers: same flags but for speculation, same prompts, empty
+cache, repeats turned round.
 
-Servers come from `serve(flags) -> context manager of a URL`; flags are launch_server's without the dashes in front.
-"""
+Servers come from `serve(flags) -> context manager of a URL`; flags are launch_server's without the
+dashes in front."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -19,8 +20,9 @@ Serve = Callable[[dict[str, Any]], AbstractContextManager[str]]
 
 @dataclass(frozen=True)
 class Plan:
-    """`variants` times `concurrencies` is the matrix. A round starts every server once; every second round goes through
-    them backwards, and so does every second repeat within a server through the concurrencies and prompts."""
+    """`variants` times `concurrencies` is the matrix. A round starts every server once; every
+    second round goes through them backwards, and so does every second repeat within a server
+    through the concurrencies and prompts."""
 
     variants: list[Variant]
     concurrencies: list[int]
@@ -30,8 +32,8 @@ class Plan:
     timeout: float = 3600
 
     def flags(self, variant: Variant | None, common: dict[str, Any]) -> dict[str, Any]:
-        """launch_server flags of a variant, or of the baseline. What SGLang would choose by itself, and differently once it
-        speculates, is always given."""
+        """launch_server flags of a variant, or of the baseline. What SGLang would choose by itself,
+        and differently once it speculates, is always given."""
         most = max(self.concurrencies)
         chosen = {
             "max-running-requests": most,
@@ -47,13 +49,14 @@ def measure(
 ) -> Measured:
     """Runs the whole matrix; `common` flags go to every server.
 
-    Raises Refusal if a drafter is none, there are fewer prompts than requests at once, the arms' settings differ, a server
-    limits concurrency, or one with speculation counts no verify cycles.
+    Raises Refusal if a drafter is none, there are fewer prompts than requests at once, the arms'
+    settings differ, a server limits concurrency, or one with speculation counts no verify cycles.
     """
     most = max(plan.concurrencies)
     if len(prompts) < most:
         raise Refusal(
-            f"bench.batch_sizes goes to {most}, but there are {len(prompts)} held-out prompts; raise "
+            f"bench.batch_sizes goes to {most}, but there are {len(prompts)} held-out prompts; "
+            "raise "
             "bench.max_prompts or records.validation_share, or lower batch_sizes"
         )
     flags = {
@@ -82,7 +85,8 @@ def _compare_settings(settings: dict[str | None, dict]) -> None:
         return
     if baseline.get("speculative_algorithm"):
         raise Refusal(
-            f"the baseline server reports speculative_algorithm {baseline['speculative_algorithm']!r}; remove "
+            "the baseline server reports speculative_algorithm "
+            f"{baseline['speculative_algorithm']!r}; remove "
             "speculative flags from server.flags, the bench adds its own"
         )
     for name, other in settings.items():
@@ -127,6 +131,7 @@ def _refuse_unless_counted(rows: list, variant: Variant | None) -> None:
         raise Refusal(f"all {len(rows)} requests failed: {rows[0].error}; look at the server's log")
     if variant and not any(row.cycles for row in good) and any(len(row.ids) > 1 for row in good):
         raise Refusal(
-            "the server's meta_info has no spec_verify_ct, so it does not speculate; check that its command line "
+            "the server's meta_info has no spec_verify_ct, so it does not speculate; check that "
+            "its command line "
             "has --speculative-algorithm EAGLE3 and that the log says so"
         )

@@ -1,7 +1,8 @@
-"""Chain speculative decoding of one request, greedy, with key-value caches: what a server does, in readable form.
+"""Chain speculative decoding of one request, greedy, with key-value caches: what a server does, in
+readable form.
 
-Also plain decoding over the same model calls, so that the two can be compared token for token and second for second.
-"""
+Also plain decoding over the same model calls, so that the two can be compared token for token and
+second for second."""
 
 import inspect
 import time
@@ -18,8 +19,9 @@ from eagle3.drafter.model import Drafter
 
 @dataclass
 class Answer:
-    """`ids` with the stop token, if one came; `accepted`: draft tokens accepted in each verify cycle; seconds spent in
-    prefill, in verify cycles (drafting included) or decode steps; `last` and `aux` are not kept."""
+    """`ids` with the stop token, if one came; `accepted`: draft tokens accepted in each verify
+    cycle; seconds spent in prefill, in verify cycles (drafting included) or decode steps; `last`
+    and `aux` are not kept."""
 
     ids: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
@@ -28,7 +30,8 @@ class Answer:
 
 
 class CachedAttention:
-    """Causal attention of new tokens over all before them. `keep(n)` forgets what lies behind the first n tokens."""
+    """Causal attention of new tokens over all before them. `keep(n)` forgets what lies behind the
+    first n tokens."""
 
     def __init__(self):
         self.k: Tensor | None = None
@@ -60,7 +63,8 @@ class Decoder:
     ):
         self.model, self.layers, self.stop_ids, self.drafter = model, layers, set(stop_ids), drafter
         self.captured: dict[int, Tensor] = {}
-        # transformers has renamed it and warns of the older name, which is the only one that older models' own code knows.
+        # transformers has renamed it and warns of the older name, which is the only one that older
+        # models' own code knows.
         self.cache_name = (
             "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         )
@@ -77,8 +81,8 @@ class Decoder:
     def _forward(
         self, ids: list[int], cache: DynamicCache, keep: int = 0
     ) -> tuple[list[int], Tensor | None]:
-        """(likeliest next tokens, aux [n, 3H]) for new tokens; `keep=1` gives the next token of the last one only. Without
-        layers, aux is None."""
+        """(likeliest next tokens, aux [n, 3H]) for new tokens; `keep=1` gives the next token of the
+        last one only. Without layers, aux is None."""
         output = self.model(
             input_ids=torch.tensor([ids], device=self.model.device),
             use_cache=True,
@@ -109,7 +113,8 @@ class Decoder:
 
     @torch.inference_mode()
     def speculative(self, prompt: list[int], max_new_tokens: int, steps: int) -> Answer:
-        """`steps` tokens drafted, then all verified in one forward pass; the target's own next token comes as a bonus."""
+        """`steps` tokens drafted, then all verified in one forward pass; the target's own next
+        token comes as a bonus."""
         answer, cache, attend = Answer(), DynamicCache(), CachedAttention()
         start = time.perf_counter()
         following, aux = self._forward(prompt, cache, keep=1)

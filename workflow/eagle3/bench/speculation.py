@@ -1,7 +1,8 @@
-"""SGLang's speculation flags, derived from a drafter's files and never typed; and whether two servers may be compared.
+"""SGLang's speculation flags, derived from a drafter's files and never typed; and whether two
+servers may be compared.
 
-With the wrong algorithm name a server starts, serves and accepts nothing: it captures no states, so the drafter reads noise.
-"""
+With the wrong algorithm name a server starts, serves and accepts nothing: it captures no states, so
+the drafter reads noise."""
 
 from pathlib import Path
 from typing import Any
@@ -49,12 +50,13 @@ SPECULATIVE = (
 
 
 def algorithm_of(folder: str | Path) -> str:
-    """The algorithm that serves the drafter in `folder`. Raises Refusal if there is no drafter, if its architecture is
-    unknown, or if `fc` does not read three states (its width is not 3H)."""
+    """The algorithm that serves the drafter in `folder`. Raises Refusal if there is no drafter, if
+    its architecture is unknown, or if `fc` does not read three states (its width is not 3H)."""
     folder = Path(folder)
     if not (folder / export.CONFIG).exists():
         raise Refusal(
-            f"there is no drafter at {folder} ({export.CONFIG} is missing); without one SGLang would load the "
+            f"there is no drafter at {folder} ({export.CONFIG} is missing); without one SGLang "
+            "would load the "
             "target as its own drafter; `snakemake --cores all drafter` makes it"
         )
     config = read_json(folder / export.CONFIG)
@@ -73,17 +75,20 @@ def algorithm_of(folder: str | Path) -> str:
     size = config["hidden_size"]
     if shape != (size, 3 * size):
         raise Refusal(
-            f"{folder / export.WEIGHTS} has fc.weight {shape}, not {(size, 3 * size)}: it does not read three "
+            f"{folder / export.WEIGHTS} has fc.weight {shape}, not {(size, 3 * size)}: it does "
+            "not read three "
             "captured states; check the layer ids and `make doctor`"
         )
     return ALGORITHMS[architecture]
 
 
 def flags(folder: str | Path, steps: int, topk: int, draft_tokens: int) -> dict[str, Any]:
-    """launch_server flags that add the drafter in `folder`. Raises Refusal for a shape that SGLang would change."""
+    """launch_server flags that add the drafter in `folder`. Raises Refusal for a shape that SGLang
+    would change."""
     if topk == 1 and draft_tokens != steps + 1:
         raise Refusal(
-            f"bench: with topk 1 SGLang verifies steps + 1 = {steps + 1} tokens, not draft_tokens {draft_tokens}"
+            f"bench: with topk 1 SGLang verifies steps + 1 = {steps + 1} tokens, not "
+            f"draft_tokens {draft_tokens}"
         )
     return {
         "speculative-algorithm": algorithm_of(folder),
@@ -97,8 +102,8 @@ def flags(folder: str | Path, steps: int, topk: int, draft_tokens: int) -> dict[
 def read_back(info: dict[str, Any]) -> dict[str, Any]:
     """The settings of a server's /server_info that a bench compares or shows, under one name each.
 
-    Versions of SGLang keep the largest captured batch at the top, or within `cuda_graph_config.decode`.
-    """
+    Versions of SGLang keep the largest captured batch at the top, or within
+    `cuda_graph_config.decode`."""
     graphs = (info.get("cuda_graph_config") or {}).get("decode") or {}
     states = (info.get("internal_states") or [{}])[0]
     found = {key: info[key] for key in (*EQUAL, *SPECULATIVE, "mem_fraction_static") if key in info}
@@ -114,7 +119,8 @@ def read_back(info: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_if_settings_differ(baseline: dict[str, Any], speculative: dict[str, Any]) -> None:
-    """Raises Refusal naming every setting besides speculation in which the arms differ, with both values."""
+    """Raises Refusal naming every setting besides speculation in which the arms differ, with both
+    values."""
     differing = [
         f"{key} {baseline.get(key)!r} without and {speculative.get(key)!r} with speculation"
         for key in EQUAL
@@ -133,7 +139,8 @@ def refuse_unless_asked(settings: dict[str, Any], wanted: dict[str, Any]) -> Non
         key = flag.replace("-", "_")
         if key in SPECULATIVE and settings.get(key) != value:
             raise Refusal(
-                f"the server reports {key} {settings.get(key)!r}, but {value!r} was asked for; another server may "
+                f"the server reports {key} {settings.get(key)!r}, but {value!r} was asked for; "
+                "another server may "
                 "be listening on this port, or this version of SGLang changes the flag"
             )
 
@@ -144,6 +151,7 @@ def refuse_if_limited(settings: dict[str, Any], concurrency: int) -> None:
         limit = settings.get(key)
         if limit is not None and limit < concurrency:
             raise Refusal(
-                f"bench.batch_sizes asks for {concurrency} requests at once, but the server has {key} {limit}; "
+                f"bench.batch_sizes asks for {concurrency} requests at once, but the server has "
+                f"{key} {limit}; "
                 f"set server.flags.max-running-requests to {concurrency} and give it the memory"
             )

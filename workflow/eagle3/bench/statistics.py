@@ -1,4 +1,5 @@
-"""What both engines hand to the report: variants of speculation, their rows, and what the drafter must do on them."""
+"""What both engines hand to the report: variants of speculation, their rows, and what the drafter
+must do on them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +16,8 @@ Prompt = dict[str, Any]  # {"dataset", "id", "prompt_ids"}
 
 @dataclass(frozen=True)
 class Variant:
-    """A drafter served in one way: `steps` drafted tokens deep, `topk` wide, `draft_tokens` verified at once."""
+    """A drafter served in one way: `steps` drafted tokens deep, `topk` wide, `draft_tokens`
+    verified at once."""
 
     name: str
     drafter: Path
@@ -31,7 +33,8 @@ class Variant:
 
 @dataclass
 class Measured:
-    """`arms[variant's name, or None for the baseline, concurrency]`; `settings` read back from the servers, by name."""
+    """`arms[variant's name, or None for the baseline, concurrency]`; `settings` read back from the
+    servers, by name."""
 
     arms: dict[tuple[str | None, int], Arm] = field(default_factory=dict)
     settings: dict[str | None, dict[str, Any]] = field(default_factory=dict)
@@ -49,8 +52,8 @@ def cells(
     prompts: list[Prompt],
     hits_of: Callable[[Variant], Hits] | None,
 ) -> list[dict[str, Any]]:
-    """A cell of figures for every variant and concurrency, of all rows and by data set. `hits_of` gives what simulates a
-    variant's drafter; None leaves the simulated figures out."""
+    """A cell of figures for every variant and concurrency, of all rows and by data set. `hits_of`
+    gives what simulates a variant's drafter; None leaves the simulated figures out."""
     made = []
     for variant in variants:
         concurrencies = sorted(c for name, c in measured.arms if name == variant.name)
@@ -89,7 +92,8 @@ def cells(
 
 
 class Replays:
-    """Hits of every distinct answer of a variant, computed once, whatever repeat and batch size it was served in."""
+    """Hits of every distinct answer of a variant, computed once, whatever repeat and batch size it
+    was served in."""
 
     def __init__(
         self, arms: dict[int, tuple[Arm, Arm]], prompts: list[Prompt], variant: Variant, hits: Hits

@@ -1,11 +1,13 @@
-"""What the figures of a bench mean: refusals that say what to check, and the verdict in a sentence."""
+"""What the figures of a bench mean: refusals that say what to check, and the verdict in a
+sentence."""
 
 from typing import Any
 
 from eagle3.core.errors import Refusal
 
 CHECKLIST = (
-    "check, in this order: the server speculates with EAGLE3; the captured layer ids (`make doctor`); d2t; "
+    "check, in this order: the server speculates with EAGLE3; the captured layer ids (`make "
+    "doctor`); d2t; "
     "lm_head; the final norm; RoPE; then train longer or on more data"
 )
 
@@ -13,14 +15,16 @@ CHECKLIST = (
 def refuse_unless_sound(
     cell: dict[str, Any], minimum: float, max_difference: float, exact: bool
 ) -> None:
-    """Raises Refusal when a cell's figures cannot be what a working drafter gives. `exact`: greedy outputs of both arms must
-    be equal, as they are in process; servers compute other roundings for other batches."""
+    """Raises Refusal when a cell's figures cannot be what a working drafter gives. `exact`: greedy
+    outputs of both arms must be equal, as they are in process; servers compute other roundings for
+    other batches."""
     figures = cell["all"]
     length, outputs = figures["accept_length"], figures["outputs"]
     where = f"{cell['variant']} at {cell['concurrency']} at once"
     if exact and outputs["equal"] != outputs["compared"]:
         raise Refusal(
-            f"only {outputs['equal']} of {outputs['compared']} greedy outputs equal plain decoding's; speculation "
+            f"only {outputs['equal']} of {outputs['compared']} greedy outputs equal plain "
+            "decoding's; speculation "
             "must never change them"
         )
     per_cycle = length["per_cycle"]
@@ -30,20 +34,25 @@ def refuse_unless_sound(
         )
     if not 1 <= per_cycle <= cell["steps"] + 1:
         raise Refusal(
-            f"{where}: {per_cycle:.3f} tokens per verify cycle are outside 1 to {cell['steps'] + 1}; the counts "
+            f"{where}: {per_cycle:.3f} tokens per verify cycle are outside 1 to "
+            f"{cell['steps'] + 1}; the counts "
             "of this server mean something else"
         )
     if per_cycle < minimum:
         raise Refusal(
-            f"{where}: accept length is {per_cycle:.3f}, under bench.min_accept_length {minimum}; {CHECKLIST}"
+            f"{where}: accept length is {per_cycle:.3f}, under bench.min_accept_length "
+            f"{minimum}; {CHECKLIST}"
         )
     if length["replayed"] is not None:
         difference = abs(length["replayed"] / length["served"] - 1)
         if difference > max_difference:
             raise Refusal(
-                f"{where}: served accept length {length['served']:.3f} and the {length['replayed']:.3f} that the same "
-                f"answers predict differ by {difference:.1%}, more than bench.max_difference {max_difference:.0%}; training "
-                "and serving do not see the same states: check the layers, RoPE, the norm of the last state and the dtype"
+                f"{where}: served accept length {length['served']:.3f} and the "
+                f"{length['replayed']:.3f} that the same "
+                f"answers predict differ by {difference:.1%}, more than bench.max_difference "
+                f"{max_difference:.0%}; training "
+                "and serving do not see the same states: check the layers, RoPE, the norm of the "
+                "last state and the dtype"
             )
 
 
@@ -57,15 +66,20 @@ def verdict(cell: dict[str, Any], one_of_several: bool = False) -> str:
     elif figures["speed_up_low"] > 1:
         gain = f"{speed:.2f} times as fast as the baseline ({range_})"
     else:
-        gain = f"as fast as the baseline within what was measured: {speed:.2f} times its speed ({range_})"
+        gain = (
+            f"as fast as the baseline within what was measured: {speed:.2f} times its speed "
+            f"({range_})"
+        )
     subject = f"variant {cell['variant']}" if one_of_several else "the drafter"
     text = (
-        f"With {cell['concurrency']} request{'s' if cell['concurrency'] > 1 else ''} at once {subject} is {gain}. "
+        f"With {cell['concurrency']} request{'s' if cell['concurrency'] > 1 else ''} at once "
+        f"{subject} is {gain}. "
         f"Accept length {length['served']:.2f}, {cell['steps'] + 1} at most"
     )
     if length["break_even"]:
         text += (
-            f"; a verify cycle takes as long as {length['break_even']:.2f} tokens of plain decoding, so that many "
+            f"; a verify cycle takes as long as {length['break_even']:.2f} tokens of plain "
+            "decoding, so that many "
             "break even"
         )
     return text + "."
@@ -84,7 +98,8 @@ def explain_differences(cell: dict[str, Any]) -> str:
         return f"All {outputs['compared']} greedy outputs of both arms are equal."
     itself = outputs["equal_to_itself"]["baseline"]
     text = (
-        f"{differing} of {outputs['compared']} greedy outputs differ between the arms; the arms agree on "
+        f"{differing} of {outputs['compared']} greedy outputs differ between the arms; the arms "
+        "agree on "
         f"{outputs['common_prefix_share']:.0%} of an answer on average before they part."
     )
     if itself is not None:
@@ -93,10 +108,12 @@ def explain_differences(cell: dict[str, Any]) -> str:
         )
     if gaps := cell.get("difference_gaps"):
         text += (
-            f" Where they part, the target's logits of the two tokens lie {gaps['median']:.3f} apart (median; 95 % "
+            f" Where they part, the target's logits of the two tokens lie {gaps['median']:.3f} "
+            "apart (median; 95 % "
             f"under {gaps['p95']:.3f})."
         )
     return text + (
-        " Verification computes several positions in one batch, whose sums round in another order; a near tie "
+        " Verification computes several positions in one batch, whose sums round in another "
+        "order; a near tie "
         "then falls the other way, and everything after it is another text."
     )

@@ -1,9 +1,9 @@
-"""Between Snakemake and DVC, while the Snakefile is read: key files, the code of each stage, and what changed.
+"""Between Snakemake and DVC, while the Snakefile is read: key files, the code of each stage, and
+what changed.
 
-A build in which nothing changed has to stay as quick as Snakemake alone, so what is learned from params.yaml, dvc.yaml,
-dvc.lock and the code is kept in `.build/bridge.json` under a stamp of those files, and only read again. Nothing heavy
-(pydantic, DVC) is imported on that path.
-"""
+A build in which nothing changed has to stay as quick as Snakemake alone, so what is learned from
+params.yaml, dvc.yaml, dvc.lock and the code is kept in `.build/bridge.json` under a stamp of those
+files, and only read again. Nothing heavy (pydantic, DVC) is imported on that path."""
 
 import hashlib
 import json
@@ -20,7 +20,8 @@ SEEN, RUNNING = Path(".snakemake/eaglemake.seen"), Path(".build/running")
 
 
 class Bridge:
-    """`datasets`: their names, sorted. `code`: files of each rule's script. Raises Refusal for a wrong params.yaml."""
+    """`datasets`: their names, sorted. `code`: files of each rule's script. Raises Refusal for a
+    wrong params.yaml."""
 
     def __init__(self, is_main: bool):
         self.is_main = is_main and TOUCHING not in os.environ
@@ -43,7 +44,8 @@ class Bridge:
                 say(line)
 
     def catch_up(self, rules) -> None:
-        """Tells Snakemake what happened since its last build (an edit, dvc repro, pull, checkout), if anything did."""
+        """Tells Snakemake what happened since its last build (an edit, dvc repro, pull, checkout),
+        if anything did."""
         if not self.is_main or not _clear_locks():
             return
         seen = self.stamp + _fingerprint()
@@ -54,20 +56,23 @@ class Bridge:
                 _write(SEEN, self.stamp + _fingerprint())
 
     def starting(self) -> None:
-        """A build begins: leaves this process's name, so that a lock can be told from what a kill left behind, and clears
-        away what is left of other data sets, before DVC looks at the folders that they lie in."""
+        """A build begins: leaves this process's name, so that a lock can be told from what a kill
+        left behind, and clears away what is left of other data sets, before DVC looks at the
+        folders that they lie in."""
         _write(RUNNING, _identity(os.getpid()))
         for path in orphans.remove(Path("data").glob("*") if self.is_main else (), self.datasets):
             say(f"removed {path}: params.yaml no longer has this data set")
 
     def remember(self, built: set[str]) -> None:
-        """A build of the stages `built` ended well: if these are all, Snakemake knows the present state. After a failure, or
-        where stages further down were not looked at, it asks DVC the next time."""
+        """A build of the stages `built` ended well: if these are all, Snakemake knows the present
+        state. After a failure, or where stages further down were not looked at, it asks DVC the
+        next time."""
         if self.is_main and built >= set(self.stages):
             _write(SEEN, _stamp() + _fingerprint())
 
     def last_words(self) -> None:
-        """A build failed: says again why, since Snakemake has buried it under all that it knows of the job."""
+        """A build failed: says again why, since Snakemake has buried it under all that it knows of
+        the job."""
         for log in sorted(Path("logs").rglob("*.log")):
             if self.is_main and log.stat().st_mtime >= RUNNING.stat().st_mtime:
                 lines = log.read_text(errors="replace").splitlines()
@@ -77,8 +82,8 @@ class Bridge:
 
 
 def _set_environment() -> None:
-    """What `python` and `eagle3` mean in a rule's shell, so that its text is the same on every machine: Snakemake takes
-    a changed text for changed code."""
+    """What `python` and `eagle3` mean in a rule's shell, so that its text is the same on every
+    machine: Snakemake takes a changed text for changed code."""
     folders = {
         "PATH": os.path.dirname(os.path.abspath(sys.executable)),
         "PYTHONPATH": os.path.abspath("workflow"),
@@ -155,17 +160,19 @@ def _identity(pid: int) -> str:
 
 
 def _clear_locks() -> bool:
-    """Removes what a killed Snakemake left: its locks, and its marks on unfinished outputs. False while one is running.
+    """Removes what a killed Snakemake left: its locks, and its marks on unfinished outputs. False
+    while one is running.
 
-    The marks would stop the next run; they are not needed, because no artifact has its final name before it is whole.
-    """
+    The marks would stop the next run; they are not needed, because no artifact has its final name
+    before it is whole."""
     locks = list(Path(".snakemake/locks").glob("*"))
     holder = RUNNING.read_text() if RUNNING.exists() else ""
     pid = holder.partition(" ")[0]
     if pid and holder == _identity(int(pid)) and int(pid) != os.getpid():
         if locks:
             say(
-                f"another snakemake is building here as process {pid}; what it has finished is shown when it ends"
+                f"another snakemake is building here as process {pid}; what it has finished is "
+                "shown when it ends"
             )
         return not locks
     marks = list(Path(".snakemake/incomplete").glob("*"))
@@ -176,6 +183,7 @@ def _clear_locks() -> bool:
         for file in [*locks, *marks]:
             file.unlink(missing_ok=True)
         say(
-            f"process {pid} was killed while it built here; its locks are removed, and what it had finished is kept"
+            f"process {pid} was killed while it built here; its locks are removed, and what it "
+            "had finished is kept"
         )
     return True

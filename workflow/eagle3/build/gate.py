@@ -1,10 +1,11 @@
-"""python -m eagle3.build.gate STAGE: brings one stage up to date through DVC; the shell of every rule.
+"""python -m eagle3.build.gate STAGE: brings one stage up to date through DVC; the shell of every
+rule.
 
-It is `dvc --wait-for-lock repro --single-item STAGE`, with `--pull` where a remote is configured, with six differences:
-dvc.lock is replaced by rename (DVC writes over it, and a kill then cuts it off); inputs are recorded as they were when
-the stage began; outputs are linked into the cache, not copied; a cached file that was written through its link is not
-trusted; the remote is asked about this stage alone; and a remote that cannot be reached is a warning.
-"""
+It is `dvc --wait-for-lock repro --single-item STAGE`, with `--pull` where a remote is configured,
+with six differences: dvc.lock is replaced by rename (DVC writes over it, and a kill then cuts it
+off); inputs are recorded as they were when the stage began; outputs are linked into the cache, not
+copied; a cached file that was written through its link is not trusted; the remote is asked about
+this stage alone; and a remote that cannot be reached is a warning."""
 
 import contextlib
 import errno
@@ -41,8 +42,8 @@ def bring_up_to_date(name: str) -> None:
 
 
 def repair_rwlock() -> None:
-    """Removes a list of path locks that a kill cut off; the guard beside it, held while it is written, shows that no
-    one is writing it."""
+    """Removes a list of path locks that a kill cut off; the guard beside it, held while it is
+    written, shows that no one is writing it."""
     path = Path(".dvc/tmp/rwlock")
     if not path.exists():
         return
@@ -59,21 +60,24 @@ def repair_rwlock() -> None:
 
 
 def explained(name: str, causes: list[BaseException]) -> list[str]:
-    """What is said of an error; of a stage that failed only how it ended, since the stage has said why."""
+    """What is said of an error; of a stage that failed only how it ended, since the stage has said
+    why."""
     for cause in causes:
         if isinstance(cause, StageCmdFailedError):
             return [f"{name}: {cause}"]
         if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
             free = shutil.disk_usage(".").free / 2**20
             return [
-                f"error: no space left while {name} was recorded ({free:,.0f} MiB free here); finished work is kept: make "
+                f"error: no space left while {name} was recorded ({free:,.0f} MiB free here); "
+                "finished work is kept: make "
                 "room and run the same command again"
             ]
     return [f"error: {cause}" for cause in causes]
 
 
 def main(name: str) -> int:
-    """Waits while another DVC reads or writes this stage's files. An error is printed with its causes, exit code 1."""
+    """Waits while another DVC reads or writes this stage's files. An error is printed with its
+    causes, exit code 1."""
     gc.disable()  # a process of a second, a tenth of which went into looking for garbage
     said = False
     while True:

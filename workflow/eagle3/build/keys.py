@@ -1,8 +1,8 @@
 """Key files: each stage's slice of params.yaml in `.build/keys/STAGE.json`, an input of its rule.
 
-A key file is written only when its slice changes, so without any of Snakemake's own records an output that is older
-than its key file is stale. `mark_stale` makes a key file new for what DVC found stale by other means.
-"""
+A key file is written only when its slice changes, so without any of Snakemake's own records an
+output that is older than its key file is stale. `mark_stale` makes a key file new for what DVC
+found stale by other means."""
 
 import json
 import time
@@ -28,9 +28,9 @@ def stage_names(definitions: dict, datasets: list[str]) -> list[str]:
 def learn(write: bool) -> dict[str, Any]:
     """Checks params.yaml and dvc.yaml and, with `write`, brings the key files up to date.
 
-    Returns `datasets`, `stages`, `code` (files by rule) and `changes` (lines that say which parameters differ from those
-    of the last build). Raises Refusal for a wrong parameter, or a dvc.lock that cannot be read.
-    """
+    Returns `datasets`, `stages`, `code` (files by rule) and `changes` (lines that say which
+    parameters differ from those of the last build). Raises Refusal for a wrong parameter, or a
+    dvc.lock that cannot be read."""
     parameters.load("params.yaml")
     content, definitions = parameters.read_yaml("params.yaml"), parameters.read_yaml("dvc.yaml")
     datasets = sorted(content["datasets"])
@@ -52,14 +52,16 @@ def learn(write: bool) -> dict[str, Any]:
 
 
 def read_lock() -> dict[str, dict]:
-    """Stages of dvc.lock. Raises Refusal, with the way out, for one that a merge or a kill left unreadable."""
+    """Stages of dvc.lock. Raises Refusal, with the way out, for one that a merge or a kill left
+    unreadable."""
     path = Path("dvc.lock")
     if not path.exists():
         return {}
     text = path.read_text(errors="replace")
     if any(line.startswith("<<<<<<< ") for line in text.splitlines()):
         raise Refusal(
-            "dvc.lock has merge conflicts; `git checkout --ours dvc.lock` (or --theirs), then build: what the "
+            "dvc.lock has merge conflicts; `git checkout --ours dvc.lock` (or --theirs), then "
+            "build: what the "
             "other side had made comes back from the cache"
         )
     try:
@@ -68,7 +70,8 @@ def read_lock() -> dict[str, dict]:
         return (parameters.read_yaml(path) or {}).get("stages", {})
     except (Refusal, AttributeError):
         raise Refusal(
-            "dvc.lock is cut off: dvc was killed while writing it; `rm dvc.lock`, then build: finished stages "
+            "dvc.lock is cut off: dvc was killed while writing it; `rm dvc.lock`, then build: "
+            "finished stages "
             "come back from the cache without running"
         ) from None
 
@@ -84,7 +87,8 @@ def _write_key(stage: str, slices: dict[str, Any]) -> None:
 
 
 def mark_stale(stage: str, reason: Any) -> None:
-    """Renews a stage's key file, so that Snakemake sees what DVC sees. The time in it sets it apart from all before."""
+    """Renews a stage's key file, so that Snakemake sees what DVC sees. The time in it sets it apart
+    from all before."""
     path = KEYS / f"{stage}.json"
     content = json.loads(path.read_text())
     write_text(
@@ -95,7 +99,8 @@ def mark_stale(stage: str, reason: Any) -> None:
 
 
 def changes(recorded: dict[str, dict], now: dict[str, dict[str, Any]]) -> list[str]:
-    """Lines `train.lr 0.0005 -> 0.0001 (train)`: parameters that differ from those a stage was last built with."""
+    """Lines `train.lr 0.0005 -> 0.0001 (train)`: parameters that differ from those a stage was last
+    built with."""
     found: dict[str, list[str]] = {}
     for stage, slices in now.items():
         if stage in recorded:

@@ -1,4 +1,5 @@
-"""What the remote has for one stage. A remote that cannot be reached is a warning, and is not tried again for a while."""
+"""What the remote has for one stage. A remote that cannot be reached is a warning, and is not tried
+again for a while."""
 
 import os
 import time
@@ -21,7 +22,8 @@ def reachable() -> bool:
 
 
 def fetch(repo: Repo, name: str) -> None:
-    """Brings from the remote what this stage needs: its recorded output, or one that somebody made of the same inputs."""
+    """Brings from the remote what this stage needs: its recorded output, or one that somebody made
+    of the same inputs."""
     try:
         with lock_repo(repo):
             stage = repo.stage.collect(name)[0]
@@ -50,7 +52,8 @@ def fetch(repo: Repo, name: str) -> None:
 
 
 def _run_cache_entry(repo: Repo, stage) -> dict | None:
-    """What the run cache, here or in the remote, has for a stage's present command, dependencies and parameters."""
+    """What the run cache, here or in the remote, has for a stage's present command, dependencies
+    and parameters."""
     from dvc.stage.cache import _can_hash, _get_stage_hash
 
     for dep in stage.deps:

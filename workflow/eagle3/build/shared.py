@@ -1,4 +1,5 @@
-"""What the modules of the bridge share: where key files lie, the mark of a Snakemake that only touches, and messages."""
+"""What the modules of the bridge share: where key files lie, the mark of a Snakemake that only
+touches, and messages."""
 
 import sys
 from pathlib import Path

@@ -1,9 +1,8 @@
 """Brings Snakemake's view up to what DVC knows, when something happened outside it.
 
-DVC compares contents, Snakemake times, and pull, checkout and `dvc repro` set times as they come. Here DVC is asked
-once; what it calls clean, with all it was made from, is recorded in Snakemake as built; what it calls stale is made
-stale there as well. Nothing stale is ever touched.
-"""
+DVC compares contents, Snakemake times, and pull, checkout and `dvc repro` set times as they come.
+Here DVC is asked once; what it calls clean, with all it was made from, is recorded in Snakemake as
+built; what it calls stale is made stale there as well. Nothing stale is ever touched."""
 
 import os
 import re
@@ -19,7 +18,8 @@ SHOWN = 12  # stale stages that are named
 
 
 def run(rules) -> bool:
-    """`rules` are Snakemake's. Returns whether it succeeded; where it did not, Snakemake may build too much."""
+    """`rules` are Snakemake's. Returns whether it succeeded; where it did not, Snakemake may build
+    too much."""
     if not os.path.exists("dvc.lock") and not any(Path("data").glob("*/*")):
         return True
     from dvc.exceptions import DvcException
@@ -48,7 +48,8 @@ def run(rules) -> bool:
 
 
 def sort_out(status: dict, graph) -> tuple[list[str], list[str]]:
-    """(stages that are clean with everything upstream, stages that are stale themselves). Edges lead to what is needed."""
+    """(stages that are clean with everything upstream, stages that are stale themselves). Edges
+    lead to what is needed."""
     import networkx
 
     clean, stale = [], []
@@ -109,6 +110,7 @@ def _touch(files: list[str]) -> bool:
     )
     if done.returncode:
         say(
-            f"recording finished stages failed, so more than necessary may be checked: {done.stderr.strip()[-600:]}"
+            "recording finished stages failed, so more than necessary may be checked: "
+            f"{done.stderr.strip()[-600:]}"
         )
     return done.returncode == 0

@@ -1,4 +1,5 @@
-"""Disk space: what an artifact will take, with DVC's cache under the configured link type, against what is free."""
+"""Disk space: what an artifact will take, with DVC's cache under the configured link type, against
+what is free."""
 
 import contextlib
 import fcntl
@@ -14,7 +15,8 @@ GIB = 2**30
 
 
 def link_type(types: list[str], folder: Path, cache: Path) -> str:
-    """The first of DVC's link types that works between `cache` and `folder`, tried with a small file."""
+    """The first of DVC's link types that works between `cache` and `folder`, tried with a small
+    file."""
     source, destination = cache / f".link-{os.getpid()}", folder / f".link-{os.getpid()}"
     try:
         source.write_bytes(b"x")
@@ -36,7 +38,8 @@ def link_type(types: list[str], folder: Path, cache: Path) -> str:
 
 
 def needs(size: int, folder: Path) -> tuple[dict[Path, int], str]:
-    """({folder on each file system that `size` bytes of a DVC output will occupy: bytes there}, how they are linked)."""
+    """({folder on each file system that `size` bytes of a DVC output will occupy: bytes there}, how
+    they are linked)."""
     cache, types = cache_config()
     if not Path(".dvc").exists():
         return {folder: size}, "no DVC"
@@ -44,7 +47,8 @@ def needs(size: int, folder: Path) -> tuple[dict[Path, int], str]:
     kind = link_type(types, folder, cache)
     if cache.stat().st_dev != folder.stat().st_dev:
         return {folder: size, cache: size}, kind
-    # A folder that a stage has just written is linked to the cache only if the first type works; DVC leaves a copy else.
+    # A folder that a stage has just written is linked to the cache only if the first type works;
+    # DVC leaves a copy else.
     return {folder: size if kind == types[0] != "copy" else 2 * size}, kind
 
 
@@ -62,8 +66,11 @@ def refuse_if_too_small(
         if size + reserve > free:
             fits = max(0, free - reserve) * tokens // max(size, 1)
             raise Refusal(
-                f"hidden states need {size:,} bytes ({size / GIB:,.2f} GiB, DVC's cache included, linked by {kind}) and "
-                f"runtime.reserve_bytes keeps {reserve / GIB:,.2f} GiB, but {free / GIB:,.2f} GiB are free in "
-                f"{place.resolve()}; {fits:,} of {tokens:,} tokens would fit: lower max_samples or records.max_tokens"
+                f"hidden states need {size:,} bytes ({size / GIB:,.2f} GiB, DVC's cache "
+                f"included, linked by {kind}) and "
+                f"runtime.reserve_bytes keeps {reserve / GIB:,.2f} GiB, but {free / GIB:,.2f} "
+                "GiB are free in "
+                f"{place.resolve()}; {fits:,} of {tokens:,} tokens would fit: lower max_samples "
+                "or records.max_tokens"
                 f"{smaller}, or make room"
             )

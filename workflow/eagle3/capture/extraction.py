@@ -1,8 +1,9 @@
-"""Extracting the states of a data set: disk check, shards that can be used again, self-checks, quarantine.
+"""Extracting the states of a data set: disk check, shards that can be used again, self-checks,
+quarantine.
 
-Finished shards collect in the work folder, named by what determines their bytes, each with its manifest entry beside it,
-so a killed run loses only the shards it had open. The artifact is put in place whole, at the end.
-"""
+Finished shards collect in the work folder, named by what determines their bytes, each with its
+manifest entry beside it, so a killed run loses only the shards it had open. The artifact is put in
+place whole, at the end."""
 
 import itertools
 import shutil
@@ -28,7 +29,8 @@ from eagle3.hidden_states.shards import QUARANTINED, ShardWriter
 from eagle3.records import records as record_files
 from eagle3.records.records import Record
 
-CHECKED = 3  # records, the shortest of the first that are missing, that are captured twice before the rest is
+# records, the shortest of the first that are missing, that are captured twice before the rest is
+CHECKED = 3
 MIN_AGREEMENT = 0.9  # of greedy tokens; bf16 ties leave some to chance
 MAX_DIFFERENCE, MIN_SHARE = (
     0.5,
@@ -46,8 +48,8 @@ class Planned:
 
 
 class Extraction:
-    """One data set. `identity` is what, besides the records, determines a shard's bytes; `params` is the section
-    hidden_states, `runtime` the section runtime."""
+    """One data set. `identity` is what, besides the records, determines a shard's bytes; `params`
+    is the section hidden_states, `runtime` the section runtime."""
 
     def __init__(
         self,
@@ -90,8 +92,9 @@ class Extraction:
         return [planned for planned in self.plan if planned.key not in self.entries]
 
     def reuse(self, earlier: dict[str, Path]) -> None:
-        """Finds the planned shards that are in the work folder or in `earlier` (files of the last published version, by
-        name). Each is read once; a damaged one is named, dropped and left to be extracted again."""
+        """Finds the planned shards that are in the work folder or in `earlier` (files of the last
+        published version, by name). Each is read once; a damaged one is named, dropped and left to
+        be extracted again."""
         manifest = read_json(earlier[shards.MANIFEST]) if shards.MANIFEST in earlier else {}
         published = {entry["file"]: entry for entry in manifest.get("shards", [])}
 
@@ -118,7 +121,8 @@ class Extraction:
 
         with ThreadPoolExecutor(4) as pool:
             self.entries = {key: entry for key, entry in pool.map(find, self.plan) if entry}
-        # What the first run measured stays on record: a repaired artifact is then the same as before, to the byte.
+        # What the first run measured stays on record: a repaired artifact is then the same as
+        # before, to the byte.
         if any(entry["file"] in published for entry in self.entries.values()):
             self.checks = manifest.get("checks")
 
@@ -126,7 +130,8 @@ class Extraction:
         size, tokens = sum(p.size for p in self.missing), sum(p.tokens for p in self.missing)
         total = sum(p.tokens for p in self.plan)
         self.say(
-            f"{total:,} tokens in {len(self.plan)} shards, {len(self.plan) - len(self.missing)} of them there already; "
+            f"{total:,} tokens in {len(self.plan)} shards, {len(self.plan) - len(self.missing)} "
+            "of them there already; "
             f"{size / 2**20:,.1f} MiB to write"
         )
         smaller = (
@@ -142,9 +147,9 @@ class Extraction:
         head: Callable[[], torch.Tensor],
         greedy: bool,
     ) -> None:
-        """Extracts what is missing, with the target for as long as `capturing()` holds it; without anything missing no
-        target is loaded. `head()` is the target's output projection [V, H]; `greedy`: whether the records' supervised
-        tokens are the target's likeliest."""
+        """Extracts what is missing, with the target for as long as `capturing()` holds it; without
+        anything missing no target is loaded. `head()` is the target's output projection [V, H];
+        `greedy`: whether the records' supervised tokens are the target's likeliest."""
         if not self.missing:
             return
         first = itertools.islice(
@@ -187,7 +192,8 @@ class Extraction:
             for planned, group in zip(self.plan, self._groups()):
                 if planned.key in self.entries:
                     continue
-                with finished:  # here, where new work begins, and nowhere that what is under way would have to wait
+                # here, where new work begins, and nowhere that what is under way would have to wait
+                with finished:
                     finished.wait_for(lambda: full < FINISHING)
                 writer = ShardWriter(
                     self.finished, planned.key, group, self.hidden_size, self.params.dtype
@@ -237,7 +243,8 @@ class Extraction:
                 writer.discard()
 
     def refuse_if_quarantined(self) -> None:
-        """Raises Refusal when more rows than hidden_states.max_quarantine_rate of the data set have no usable states."""
+        """Raises Refusal when more rows than hidden_states.max_quarantine_rate of the data set have
+        no usable states."""
         with self._lock:
             bad = [
                 row
@@ -249,12 +256,15 @@ class Extraction:
         if len(bad) > self.params.max_quarantine_rate * total:
             raise Refusal(
                 f"{len(bad)} of {total} records have no usable states, more than "
-                f"hidden_states.max_quarantine_rate {self.params.max_quarantine_rate} allows (first: "
-                f"{bad[0]['id']}: {bad[0]['reason']}); check the target's dtype and the server's log"
+                f"hidden_states.max_quarantine_rate {self.params.max_quarantine_rate} allows "
+                "(first: "
+                f"{bad[0]['id']}: {bad[0]['reason']}); check the target's dtype and the server's "
+                "log"
             )
 
     def publish(self, folder: Path, more: dict[str, Any]) -> None:
-        """Puts the folder in place and clears the work folder of everything that it does not name."""
+        """Puts the folder in place and clears the work folder of everything that it does not
+        name."""
         entries = [self.entries[p.key] for p in self.plan]
         bad = [row for entry in entries for row in entry[QUARANTINED]]
         if bad:
@@ -269,7 +279,8 @@ class Extraction:
             shards.write_manifest(
                 temporary, self.identity, entries, **more, checks=self.checks, quarantined=bad
             )
-        # The folder's links hold the bytes; a second name under work would keep deleted states on the disk.
+        # The folder's links hold the bytes; a second name under work would keep deleted states on
+        # the disk.
         shutil.rmtree(self.finished)
 
 
@@ -282,8 +293,9 @@ def self_check(
     head: Callable[[], torch.Tensor],
     greedy: bool,
 ) -> dict[str, Any]:
-    """Captures a few records together and one by one, through files like any others, and compares. Raises Refusal when
-    they disagree or, where the answers were greedy, when the states do not predict the tokens that were served."""
+    """Captures a few records together and one by one, through files like any others, and compares.
+    Raises Refusal when they disagree or, where the answers were greedy, when the states do not
+    predict the tokens that were served."""
     folder.mkdir(parents=True, exist_ok=True)
     together = ShardWriter(folder, "together", sample, hidden_size, dtype)
     alone = ShardWriter(folder, "alone", sample, hidden_size, dtype)
@@ -315,12 +327,14 @@ def self_check(
 
 
 def _agreement(pairs: list[tuple[dict, dict]]) -> float | None:
-    """Mean relative difference of states captured together and alone. Raises Refusal where they belong to different tokens.
+    """Mean relative difference of states captured together and alone. Raises Refusal where they
+    belong to different tokens.
 
-    The difference is taken relative to how far apart the sample's tokens lie in each channel, so two unrelated tokens are about
-    1.4 apart, and rounding, which another batch does otherwise, is a few hundredths of a deep bf16 model. (A cosine would not
-    tell tokens apart: a few channels, nearly the same for all, tower over the others.)
-    """
+    The difference is taken relative to how far apart the sample's tokens lie in each channel, so
+    two unrelated tokens are about
+    1.4 apart, and rounding, which another batch does otherwise, is a few hundredths of a deep bf16
+    model. (A cosine would not tell tokens apart: a few channels, nearly the same for all, tower
+    over the others.)"""
     if not pairs:
         return None
     found = []
@@ -336,15 +350,18 @@ def _agreement(pairs: list[tuple[dict, dict]]) -> float | None:
     share = (difference < MAX_DIFFERENCE).float().mean().item()
     if share < MIN_SHARE:
         raise Refusal(
-            f"states of a record captured alone and in a batch differ: by less than {MAX_DIFFERENCE} of the distance between "
-            f"tokens at {share:.1%} of positions, {MIN_SHARE:.0%} are needed (largest difference: {difference.max().item():.2f}); "
+            "states of a record captured alone and in a batch differ: by less than "
+            f"{MAX_DIFFERENCE} of the distance between "
+            f"tokens at {share:.1%} of positions, {MIN_SHARE:.0%} are needed (largest "
+            f"difference: {difference.max().item():.2f}); "
             "requests are mixed up, or the engine's batches change its numerics too much"
         )
     return difference.mean().item()
 
 
 def _greedy_agreement(pairs: list[tuple[dict, dict]], head: torch.Tensor) -> float:
-    """Share of supervised tokens that `head` [V, H] picks from the state before them. Raises Refusal if too low."""
+    """Share of supervised tokens that `head` [V, H] picks from the state before them. Raises
+    Refusal if too low."""
     hits = []
     for _, row in pairs:
         mask = row["loss_mask"][1:]
@@ -353,7 +370,8 @@ def _greedy_agreement(pairs: list[tuple[dict, dict]], head: torch.Tensor) -> flo
     share = torch.cat(hits).float().mean().item()
     if share < MIN_AGREEMENT:
         raise Refusal(
-            f"only {share:.1%} of greedy tokens are what the captured states predict, not {MIN_AGREEMENT:.0%}; "
+            f"only {share:.1%} of greedy tokens are what the captured states predict, not "
+            f"{MIN_AGREEMENT:.0%}; "
             "the final norm, the layer list or the target differs from the one that answered"
         )
     return share

@@ -1,4 +1,5 @@
-"""From the device to files without stopping the forward pass: pinned buffers, a stream of its own, writer threads.
+"""From the device to files without stopping the forward pass: pinned buffers, a stream of its own,
+writer threads.
 
 Needs torch only: the transformers capture and the hook inside the SGLang server share it.
 """
@@ -16,11 +17,11 @@ from eagle3.hidden_states.layout import block_of
 def states_to_store(
     layers: list[torch.Tensor], last: torch.Tensor, dtype: str
 ) -> dict[str, torch.Tensor]:
-    """What a shard keeps of captured states, `layers` three [T, H] or one [T, 3H], by region, and `bad` bool [T, 4]: which
-    layers hold NaN or inf.
+    """What a shard keeps of captured states, `layers` three [T, H] or one [T, 3H], by region, and
+    `bad` bool [T, 4]: which layers hold NaN or inf.
 
-    Runs in the server's scheduler thread, so it makes few calls: the largest magnitude is NaN or inf if any number is.
-    """
+    Runs in the server's scheduler thread, so it makes few calls: the largest magnitude is NaN or
+    inf if any number is."""
     block = block_of(last.shape[-1])
     aux = torch.cat(layers, dim=-1)  # [T, 3H], our own: the engine may use its tensors again
     largest = torch.cat(
@@ -37,8 +38,8 @@ def states_to_store(
 class Offload:
     """Copies device tensors to the CPU behind the forward pass and hands them to writer threads.
 
-    At most `buffers` sets of tensors are under way; `submit` waits for a free one, which keeps memory bounded.
-    """
+    At most `buffers` sets of tensors are under way; `submit` waits for a free one, which keeps
+    memory bounded."""
 
     def __init__(self, device: torch.device, buffers: int = 4):
         self.cuda = torch.device(device).type == "cuda"
@@ -53,7 +54,8 @@ class Offload:
     def submit(
         self, tensors: dict[str, torch.Tensor], write: Callable[[dict[str, torch.Tensor]], None]
     ) -> None:
-        """Calls `write` with the tensors on the CPU, in a writer thread. Raises what an earlier `write` raised."""
+        """Calls `write` with the tensors on the CPU, in a writer thread. Raises what an earlier
+        `write` raised."""
         buffer = self.free.get()
         if self.failed:
             self.free.put(buffer)

@@ -1,10 +1,13 @@
-"""Hidden states of the target through a SGLang server whose hooks (`sglang_hooks.py`) write them into our shards.
+"""Hidden states of the target through a SGLang server whose hooks (`sglang_hooks.py`) write them
+into our shards.
 
-Over HTTP go token ids and one generated token; the states go from the server's process to the file, and a line in
-`written.acks` says so. A row is done when its tokens are covered from the first to the last, whatever the server answered.
+Over HTTP go token ids and one generated token; the states go from the server's process to the file,
+and a line in
+`written.acks` says so. A row is done when its tokens are covered from the first to the last,
+whatever the server answered.
 
-The server never waits for a file: rows are taken ahead, and while the states of answered ones are on their way to the
-shard, the next are sent. Three times `concurrency` rows are under way at most.
+The server never waits for a file: rows are taken ahead, and while the states of answered ones are
+on their way to the shard, the next are sent. Three times `concurrency` rows are under way at most.
 """
 
 import asyncio
@@ -33,7 +36,8 @@ LAYER_NAMES = ("first layer", "second layer", "third layer", "last")
 def engine_version(
     python: str, command: list[str] | None = None, environment: dict[str, str] | None = None
 ) -> str:
-    """Version of SGLang in the environment of the command's interpreter or of the one beside its program, else of `python`.
+    """Version of SGLang in the environment of the command's interpreter or of the one beside its
+    program, else of `python`.
 
     Raises Refusal if there is none.
     """
@@ -58,12 +62,14 @@ def engine_version(
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError) as error:
         raise Refusal(
-            f"{python} has no SGLang ({error}); set server.python to the interpreter of its environment"
+            f"{python} has no SGLang ({error}); set server.python to the interpreter of its "
+            "environment"
         ) from None
 
 
 def server_environment(given: dict[str, Any]) -> dict[str, str]:
-    """Variables with which a server finds our hooks; what it had in PYTHONPATH stays behind them."""
+    """Variables with which a server finds our hooks; what it had in PYTHONPATH stays behind
+    them."""
     before = str(given.get("PYTHONPATH") or os.environ.get("PYTHONPATH", ""))
     return {
         "PYTHONPATH": os.pathsep.join(
@@ -86,8 +92,8 @@ class Pending:
 class SglangCapture:
     """Sends jobs to the servers at `urls`, `concurrency` rows at once.
 
-    `recover` is called when a server does not answer; it returns when it is back, or raises Refusal.
-    """
+    `recover` is called when a server does not answer; it returns when it is back, or raises
+    Refusal."""
 
     last_is = "after_final_norm"
 
@@ -110,7 +116,8 @@ class SglangCapture:
 
     async def _run(self, jobs: Iterator[Job], done: Callable[[Job], None]) -> None:
         timeout = aiohttp.ClientTimeout(total=self.request_timeout)
-        # One thread takes jobs: making one may wait for the disk. Others hash the rows that are complete.
+        # One thread takes jobs: making one may wait for the disk. Others hash the rows that are
+        # complete.
         with ThreadPoolExecutor(1) as taker, ThreadPoolExecutor(4) as hashers:
             async with aiohttp.ClientSession(
                 timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
@@ -141,7 +148,8 @@ class SglangCapture:
                     await asyncio.gather(reader, calls, return_exceptions=True)
 
     async def _checked_root(self, session, url: str) -> str:
-        """The folder under which a server's hooks write. Raises Refusal if it was not started for this."""
+        """The folder under which a server's hooks write. Raises Refusal if it was not started for
+        this."""
         for path in ("/server_info", "/get_server_info"):
             async with session.get(url + path) as answer:
                 if answer.status == 200:
@@ -156,7 +164,8 @@ class SglangCapture:
         )
         if not info.get("disable_radix_cache"):
             raise Refusal(
-                f"the server at {url} has its prefix cache on, so cached tokens would have no states; restart it "
+                f"the server at {url} has its prefix cache on, so cached tokens would have no "
+                "states; restart it "
                 "with --disable-radix-cache"
             )
         hooks = info.get("forward_hooks") or []
@@ -168,7 +177,8 @@ class SglangCapture:
         }
         if len(roots) != 1:
             raise Refusal(
-                f"the server at {url} was started without our --forward-hooks; leave server.endpoints empty and "
+                f"the server at {url} was started without our --forward-hooks; leave "
+                "server.endpoints empty and "
                 "let the stage start it"
             )
         return roots.pop()
@@ -176,7 +186,8 @@ class SglangCapture:
     async def _take(
         self, jobs: Iterator[Job], taker: ThreadPoolExecutor, taken: asyncio.Queue
     ) -> None:
-        """Takes rows ahead, so that no call waits while the next shard is read and laid out; nothing, for each call, last."""
+        """Takes rows ahead, so that no call waits while the next shard is read and laid out;
+        nothing, for each call, last."""
         loop = asyncio.get_running_loop()
         while rows := await loop.run_in_executor(taker, lambda: list(itertools.islice(jobs, ROWS))):
             await taken.put(rows)
@@ -186,8 +197,8 @@ class SglangCapture:
     async def _call(
         self, session, number: int, taken: asyncio.Queue, done, hashers, folders
     ) -> None:
-        """One of the calls that are under way at the same time: sends rows, and the next when these are answered and the
-        states of those before are written."""
+        """One of the calls that are under way at the same time: sends rows, and the next when these
+        are answered and the states of those before are written."""
         url, settling = self.urls[number % len(self.urls)], asyncio.create_task(asyncio.sleep(0))
         try:
             while rows := await taken.get():
@@ -205,7 +216,8 @@ class SglangCapture:
     async def _settle(
         self, session, url: str, pending: list[Pending], done, hashers, folders
     ) -> None:
-        """Waits for the states of rows that were answered, asks once more for those that have none, and calls all done."""
+        """Waits for the states of rows that were answered, asks once more for those that have none,
+        and calls all done."""
         await self._written(pending)
         if len(pending) > 1 or any(p.problem for p in pending):
             for one in [
@@ -227,7 +239,8 @@ class SglangCapture:
             part = one.job.writer.path.resolve()
             if self.root not in map(str, part.parents):
                 raise Refusal(
-                    f"the server writes states under {self.root}, but {part} is not there; restart it from here"
+                    f"the server writes states under {self.root}, but {part} is not there; "
+                    "restart it from here"
                 )
             one.rid = f"{PREFIX}:{part.relative_to(self.root).with_suffix('')}:{one.job.row}:{uuid.uuid4().hex[:8]}"
             self.waiting[one.rid] = one
@@ -254,7 +267,8 @@ class SglangCapture:
             self.waiting.pop(one.rid, None)
 
     async def _post(self, session, url: str, body: dict[str, Any]) -> str:
-        """Why the server refuses the request; empty if it answered. Raises Refusal when it stays away."""
+        """Why the server refuses the request; empty if it answered. Raises Refusal when it stays
+        away."""
         for attempt in range(self.max_tries):
             try:
                 async with session.post(f"{url}/generate", json=body) as answer:
@@ -269,12 +283,14 @@ class SglangCapture:
             await asyncio.sleep(min(30, 2**attempt))
             await asyncio.to_thread(self.recover)
         raise Refusal(
-            f"the server at {url} gave no answer in {self.max_tries} tries (last: {reason}); finished shards are "
+            f"the server at {url} gave no answer in {self.max_tries} tries (last: {reason}); "
+            "finished shards are "
             "kept: see the server's log and run the same command again"
         )
 
     async def _read_acks(self, folders: dict[str, int], hashers: ThreadPoolExecutor) -> None:
-        """Follows the acknowledgement files and completes rows. Raises Refusal when the server says that none can come."""
+        """Follows the acknowledgement files and completes rows. Raises Refusal when the server says
+        that none can come."""
         loop = asyncio.get_running_loop()
         while True:
             for path, place in list(folders.items()):

@@ -1,15 +1,18 @@
-"""Runs inside the SGLang server, loaded by its public flag `--forward-hooks`: writes hidden states to shards.
+"""Runs inside the SGLang server, loaded by its public flag `--forward-hooks`: writes hidden states
+to shards.
 
-A request whose id is `eaglemake:FOLDER/KEY:ROW:TRY` wants its states in row ROW of ROOT/FOLDER/KEY.part, a shard that the
-client has laid out already, so a chunk of a long prompt goes where its first token's number says. What was written is told
-by a line of JSON in `written.acks` beside the shard. Every other request passes untouched. ROOT is in the hook's `config`.
+A request whose id is `eaglemake:FOLDER/KEY:ROW:TRY` wants its states in row ROW of
+ROOT/FOLDER/KEY.part, a shard that the client has laid out already, so a chunk of a long prompt goes
+where its first token's number says. What was written is told by a line of JSON in `written.acks`
+beside the shard. Every other request passes untouched. ROOT is in the hook's `config`.
 
-Two ways, by version (server_flags): `captured` is a hook on `logits_processor`, where the engine hands on what it captured
-itself (0.5.23); `layer` and `final` are hooks on layers' outputs and on the final norm (0.5.14).
+Two ways, by version (server_flags): `captured` is a hook on `logits_processor`, where the engine
+hands on what it captured itself (0.5.23); `layer` and `final` are hooks on layers' outputs and on
+the final norm (0.5.14).
 
-Needs torch, and nothing of this project that the server's environment might lack. A hook never raises: that would end the
-server. What goes wrong is told in the acknowledgement, and the client makes it that row's error.
-"""
+Needs torch, and nothing of this project that the server's environment might lack. A hook never
+raises: that would end the server. What goes wrong is told in the acknowledgement, and the client
+makes it that row's error."""
 
 import json
 import logging
@@ -29,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 
 class Piece(NamedTuple):
-    """Tokens of one request in one forward pass: `begin` to `end` of the batch are `token` … of its row."""
+    """Tokens of one request in one forward pass: `begin` to `end` of the batch are `token` … of its
+    row."""
 
     rid: str
     part: str
@@ -65,7 +69,8 @@ class Receiver:
         return self.found
 
     def pieces(self, batch: Any) -> list[Piece]:
-        """Our requests in a prefill batch; none in decode steps, warm-up and on ranks that do not write."""
+        """Our requests in a prefill batch; none in decode steps, warm-up and on ranks that do not
+        write."""
         mode = getattr(batch, "forward_mode", None)
         rids, lengths = getattr(batch, "rids", None), getattr(batch, "extend_seq_lens_cpu", None)
         if mode is None or not mode.is_extend() or not rids or lengths is None:
@@ -81,7 +86,8 @@ class Receiver:
         return found
 
     def take(self, layers: list[torch.Tensor], last: torch.Tensor, batch: Any) -> None:
-        """Sends the states of our requests to their shards: `layers` three [T, H] or one [T, 3H], `last` [T, H]."""
+        """Sends the states of our requests to their shards: `layers` three [T, H] or one [T, 3H],
+        `last` [T, H]."""
         pieces = self.wanted(batch)
         self.batch = None
         try:
@@ -98,7 +104,8 @@ class Receiver:
             if width != 3 * hidden or last.shape[-1] != hidden:
                 tell(
                     pieces,
-                    fatal=f"captured width is {width} and the last state's {last.shape[-1]}, not 3 x {hidden} and "
+                    fatal=f"captured width is {width} and the last state's {last.shape[-1]}, not "
+                    f"3 x {hidden} and "
                     f"{hidden}; check hidden_states.layers and the flags of the server",
                 )
                 return
@@ -146,7 +153,8 @@ def write(pieces: list[Piece], layouts: dict[str, Layout], stored: dict[str, tor
 
 
 def runs(pieces: list[Piece], layouts: dict[str, Layout]) -> Iterator[list[Piece]]:
-    """Pieces that lie side by side in the batch and in a shard, together: tokens 0 to 5 of row 2, then 0 to 9 of row 3, say."""
+    """Pieces that lie side by side in the batch and in a shard, together: tokens 0 to 5 of row 2,
+    then 0 to 9 of row 3, say."""
     run: list[Piece] = []
     place = ("", 0)  # in which shard, and where, the run ends
     for piece in pieces:
@@ -182,7 +190,8 @@ def tell(pieces: list[Piece], **what: Any) -> None:
 
 
 def acknowledge(told: list[tuple[Piece, dict[str, Any]]]) -> None:
-    """Appends acknowledgements, those of a folder at once. A client that is gone, with its folder, is no fault of the server's."""
+    """Appends acknowledgements, those of a folder at once. A client that is gone, with its folder,
+    is no fault of the server's."""
     lines: dict[str, list[bytes]] = {}
     for piece, what in told:
         lines.setdefault(os.path.dirname(piece.part), []).append(
@@ -200,7 +209,8 @@ def acknowledge(told: list[tuple[Piece, dict[str, Any]]]) -> None:
 
 
 def first_rank() -> bool:
-    """Whether this process writes: of the ranks that hold the same tokens (attention tensor parallel), the first."""
+    """Whether this process writes: of the ranks that hold the same tokens (attention tensor
+    parallel), the first."""
     try:
         from sglang.srt.layers.dp_attention import get_attention_tp_rank
 
@@ -223,7 +233,8 @@ def receiver(config: dict[str, Any]) -> Receiver:
 
 
 def captured(config: dict[str, Any]) -> Callable:
-    """Hook for `logits_processor(input_ids, hidden_states, lm_head, forward_batch, aux_hidden_states)`."""
+    """Hook for `logits_processor(input_ids, hidden_states, lm_head, forward_batch,
+    aux_hidden_states)`."""
     ours = receiver(config)
 
     def hook(module, arguments, output):
@@ -243,7 +254,8 @@ def captured(config: dict[str, Any]) -> Callable:
 
 
 def layer(config: dict[str, Any]) -> Callable:
-    """Hook for the decoder layer whose output, residual added, is what is captured in place `config["place"]` of three."""
+    """Hook for the decoder layer whose output, residual added, is what is captured in place
+    `config["place"]` of three."""
     ours, place = receiver(config), config["place"]
 
     def hook(module, arguments, output):
@@ -283,11 +295,12 @@ def final(config: dict[str, Any]) -> Callable:
 def server_flags(
     version: str, captured_layers: list[int], config_ids: list[int], root: str
 ) -> dict[str, Any]:
-    """Flags with which a server of this version captures the inputs of `captured_layers` into shards under `root`.
+    """Flags with which a server of this version captures the inputs of `captured_layers` into
+    shards under `root`.
 
-    `config_ids` are the same layers in the convention of its model class. False takes a flag away that was given: a token that
-    a cache of prefixes knows has no states, and SGLang does not start with one that is switched off and made larger at once.
-    """
+    `config_ids` are the same layers in the convention of its model class. False takes a flag away
+    that was given: a token that a cache of prefixes knows has no states, and SGLang does not start
+    with one that is switched off and made larger at once."""
     number = tuple(int(word) for word in version.split(".")[:3] if word.isdigit())
     common = {
         "disable-radix-cache": True,
@@ -311,7 +324,8 @@ def server_flags(
 
 
 def _spec(factory: str, modules: list[str], config: dict[str, Any]) -> dict[str, Any]:
-    """One entry of --forward-hooks. Multi-modal models keep their language model under another name."""
+    """One entry of --forward-hooks. Multi-modal models keep their language model under another
+    name."""
     patterns = [
         prefix + module
         for module in modules

@@ -1,4 +1,5 @@
-"""Hidden states of the target through transformers: forward hooks, batches of similar length bounded by tokens."""
+"""Hidden states of the target through transformers: forward hooks, batches of similar length
+bounded by tokens."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -33,10 +34,11 @@ class Job:
 
 
 class Capture(Protocol):
-    """`run` takes jobs lazily, fills their rows in any order and calls `done` once for each, from any thread.
+    """`run` takes jobs lazily, fills their rows in any order and calls `done` once for each, from
+    any thread.
 
-    Rows that could not be filled completely are called done as well; their writer knows what is missing.
-    """
+    Rows that could not be filled completely are called done as well; their writer knows what is
+    missing."""
 
     last_is: str
 
@@ -44,7 +46,8 @@ class Capture(Protocol):
 
 
 def decoder_of(model):
-    """(list of decoder layers, final norm) of a transformers model. Raises Refusal if they cannot be found."""
+    """(list of decoder layers, final norm) of a transformers model. Raises Refusal if they cannot
+    be found."""
     for path in (
         "model",
         "model.language_model",
@@ -63,7 +66,8 @@ def decoder_of(model):
 
 
 def batches(jobs: list[Job], batch_tokens: int) -> Iterator[list[Job]]:
-    """Jobs of similar length together, longest first, at most `batch_tokens` with padding. One longer job is alone."""
+    """Jobs of similar length together, longest first, at most `batch_tokens` with padding. One
+    longer job is alone."""
     batch: list[Job] = []
     for job in sorted(jobs, key=lambda job: -len(job.record.input_ids)):
         if batch and (len(batch) + 1) * len(batch[0].record.input_ids) > batch_tokens:
@@ -86,7 +90,8 @@ def pieces(lengths: list[int], most: int) -> Iterator[tuple[int, int]]:
 
 
 class Replica:
-    """A model on one device, with hooks that keep the inputs of `layers` and the output of the final norm."""
+    """A model on one device, with hooks that keep the inputs of `layers` and the output of the
+    final norm."""
 
     def __init__(self, model, layers: list[int], hidden_size: int):
         self.model, self.layers, self.hidden_size = model, layers, hidden_size
@@ -111,12 +116,13 @@ class Replica:
 
     @torch.inference_mode()
     def forward(self, ids: list[list[int]]) -> None:
-        """One pass over sequences padded on the right, where causal attention keeps padding from being seen: no mask is
-        needed, and without one the fast attention kernels run."""
+        """One pass over sequences padded on the right, where causal attention keeps padding from
+        being seen: no mask is needed, and without one the fast attention kernels run."""
         tokens = torch.zeros((len(ids), max(map(len, ids))), dtype=torch.long)
         for row, sequence in enumerate(ids):
             tokens[row, : len(sequence)] = torch.tensor(sequence)
-        # logits_to_keep=1: the output projection over all positions would cost more than the capture.
+        # logits_to_keep=1: the output projection over all positions would cost more than the
+        # capture.
         self.model(
             input_ids=tokens.to(self.model.device, non_blocking=True),
             use_cache=False,
@@ -125,7 +131,8 @@ class Replica:
 
     @torch.inference_mode()
     def states(self, ids: list[list[int]]) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """(three captured layers [T, H], final state [T, H]) of sequences end to end, without padding, on the device.
+        """(three captured layers [T, H], final state [T, H]) of sequences end to end, without
+        padding, on the device.
 
         Raises Refusal if the width is not 3H.
         """
@@ -165,8 +172,8 @@ class Replica:
                 begin += length
                 done(job)
 
-        # In pieces: a batch of a large target has a gigabyte of states, which one thread would write while the others idle, and
-        # which would take as much pinned memory for each buffer.
+        # In pieces: a batch of a large target has a gigabyte of states, which one thread would
+        # write while the others idle, and which would take as much pinned memory for each buffer.
         token_bytes, begin = sum(tensor.nbytes for tensor in stored.values()) // sum(lengths), 0
         for first, end in pieces(lengths, max(1, PIECE // token_bytes)):
             tokens = sum(lengths[first:end])
@@ -178,10 +185,11 @@ class Replica:
 
 
 class TransformersCapture:
-    """Captures on the CPU, or on all GPUs at once: a model and a thread for each, all taking from the same jobs.
+    """Captures on the CPU, or on all GPUs at once: a model and a thread for each, all taking from
+    the same jobs.
 
-    `last` is after the final norm: transformers applies it inside the model, and `lm_head(last)` are the logits.
-    """
+    `last` is after the final norm: transformers applies it inside the model, and `lm_head(last)`
+    are the logits."""
 
     last_is = "after_final_norm"
 
@@ -203,7 +211,8 @@ class TransformersCapture:
         self.replicas = [Replica(model, layers, target.hidden_size) for model in models]
 
     def batch(self, ids: list[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(`aux` [L, 3H], `last` [L, H]) of each sequence, on the CPU in the model's type, from one pass over all."""
+        """(`aux` [L, 3H], `last` [L, H]) of each sequence, on the CPU in the model's type, from one
+        pass over all."""
         layers, last = self.replicas[0].states(ids)
         lengths = [len(sequence) for sequence in ids]
         return list(zip(torch.cat(layers, dim=-1).cpu().split(lengths), last.cpu().split(lengths)))

@@ -1,8 +1,8 @@
-"""Whether SGLang will use a drafter rightly, from its files and the target's alone; for ours and for published ones.
+"""Whether SGLang will use a drafter rightly, from its files and the target's alone; for ours and
+for published ones.
 
-SGLang skips tensors that it does not know, leaves missing ones random, and falls back to defaults, all in silence: a drafter
-that is not right serves, and accepts nothing.
-"""
+SGLang skips tensors that it does not know, leaves missing ones random, and falls back to defaults,
+all in silence: a drafter that is not right serves, and accepts nothing."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,8 @@ SHAPE_KEYS = (
 
 @dataclass(frozen=True)
 class Finding:
-    """`verdict` of one examination: wrong (it will not work), look (it may not), fine. `remedy` is empty if fine."""
+    """`verdict` of one examination: wrong (it will not work), look (it may not), fine. `remedy` is
+    empty if fine."""
 
     subject: str
     verdict: str
@@ -45,8 +46,8 @@ class Finding:
 
 
 def examine(folder: str | Path, target: Target) -> list[Finding]:
-    """All findings about the drafter in `folder` for `target`, in the order in which to mend them. Raises Refusal if the
-    folder has no readable config.json."""
+    """All findings about the drafter in `folder` for `target`, in the order in which to mend them.
+    Raises Refusal if the folder has no readable config.json."""
     folder = Path(folder)
     config = read_json(folder / "config.json")
     findings = [_algorithm(config)]
@@ -77,7 +78,8 @@ def _head_dim(config: dict) -> int | None:
 
 
 def _open(folder: Path) -> tuple[dict[str, torch.Tensor], Finding | None]:
-    """Tensors by name, `midlayer.` for the one layer whatever the file calls it; or why they cannot be read."""
+    """Tensors by name, `midlayer.` for the one layer whatever the file calls it; or why they cannot
+    be read."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         other = (
@@ -103,7 +105,8 @@ def _open(folder: Path) -> tuple[dict[str, torch.Tensor], Finding | None]:
 
 
 def _usual(name: str) -> str:
-    """SGLang takes the layer as `midlayer.` and as `layers.0.`, and names with and without `model.` in front.
+    """SGLang takes the layer as `midlayer.` and as `layers.0.`, and names with and without `model.`
+    in front.
 
     >>> _usual("model.layers.0.mlp.up_proj.weight")
     'midlayer.mlp.up_proj.weight'
@@ -125,7 +128,8 @@ def _algorithm(config: dict) -> Finding:
         "flag",
         BAD,
         f"config.json names the architecture {architecture}; known: {', '.join(ALGORITHMS)}",
-        f"if it is an EAGLE-3 drafter of one Llama layer, set architectures to {list(ALGORITHMS)}; other layouts "
+        "if it is an EAGLE-3 drafter of one Llama layer, set architectures to "
+        f"{list(ALGORITHMS)}; other layouts "
         "(EAGLE-2, MLA layers) need another engine class and are not judged here",
     )
 
@@ -160,7 +164,8 @@ def _sizes(config: dict, target: Target) -> list[Finding]:
                 "sizes",
                 WARNING,
                 f"num_hidden_layers is {config.get('num_hidden_layers')}",
-                "an EAGLE-3 drafter has one layer; the engine would build more and leave them random",
+                "an EAGLE-3 drafter has one layer; the engine would build more and leave them "
+                "random",
             )
         )
     return found or [Finding("sizes", GOOD, "hidden size and vocabulary are the target's")]
@@ -279,7 +284,8 @@ def _vocabulary(tensors: dict[str, torch.Tensor], config: dict, target: Target) 
                 "draft vocabulary",
                 WARNING,
                 f"d2t is all zeros: the draft vocabulary is the first {draft} ids",
-                "a map was never computed; the most frequent tokens of the training answers cover far more",
+                "a map was never computed; the most frequent tokens of the training answers "
+                "cover far more",
             )
         )
     if t2d is not None and not (
@@ -357,7 +363,8 @@ def _layer_ids(config: dict, target: Target) -> Finding:
             "layer ids",
             WARNING,
             f"config.json names none; SGLang captures the inputs of layers {default}",
-            "write the ids that it was trained with into eagle_config.eagle_aux_hidden_state_layer_ids",
+            "write the ids that it was trained with into "
+            "eagle_config.eagle_aux_hidden_state_layer_ids",
         )
     if len(ids) != 3:
         return Finding(

@@ -1,7 +1,7 @@
 """docs/failures.md: what cannot go wrong here, put together from docs/failures/*.md.
 
-Each part is one kind of failure: a title, perhaps a paragraph, and a table whose rows begin with the entry's id.
-"""
+Each part is one kind of failure: a title, perhaps a paragraph, and a table whose rows begin with
+the entry's id."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,8 @@ this kind, what cannot happen here, and where that is handled or tested.
 
 
 def ids(folder: str | Path = PARTS) -> list[str]:
-    """The ids of all rows, in order of the files and of the rows in them; one that stands twice comes twice."""
+    """The ids of all rows, in order of the files and of the rows in them; one that stands twice
+    comes twice."""
     return [
         identifier
         for path in parts(folder)

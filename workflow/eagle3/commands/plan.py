@@ -1,8 +1,9 @@
-"""What a build will cost before it runs: rows, tokens, bytes and hours of every data set, against disk and memory.
+"""What a build will cost before it runs: rows, tokens, bytes and hours of every data set, against
+disk and memory.
 
-Nothing is built or downloaded. A number is *measured* where an artifact says it, taken from the *journal* of a run that is
-under way, *like* the other data sets where some are known, and *assumed* otherwise; the table says which.
-"""
+Nothing is built or downloaded. A number is *measured* where an artifact says it, taken from the
+*journal* of a run that is under way, *like* the other data sets where some are known, and *assumed*
+otherwise; the table says which."""
 
 import json
 import os
@@ -22,14 +23,16 @@ from eagle3.drafter.model import drafter_config
 from eagle3.hidden_states import shards
 from eagle3.target import layers
 
-# A row of raw_responses.jsonl: a prompt id as text with its comma, an answer id and its share of the text.
+# A row of raw_responses.jsonl: a prompt id as text with its comma, an answer id and its share of
+# the text.
 BYTES_PER_PROMPT_TOKEN, BYTES_PER_ANSWER_TOKEN = 8, 12
 OPTIMIZER_BYTES = 16  # of a trained weight: fp32 master, gradient and two moments
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Tokens per second. The defaults are round figures for 2 CPU cores (transformers) or an 8-GPU machine (sglang)."""
+    """Tokens per second. The defaults are round figures for 2 CPU cores (transformers) or an 8-GPU
+    machine (sglang)."""
 
     generate: float
     extract: float
@@ -47,7 +50,8 @@ class Rates:
 
 @dataclass
 class Estimate:
-    """One data set. Tokens are those of all its rows together; `basis` says where they come from."""
+    """One data set. Tokens are those of all its rows together; `basis` says where they come
+    from."""
 
     name: str
     answers: str
@@ -66,7 +70,8 @@ class Estimate:
 
 
 def known_tokens(name: str, data: Path, work: Path) -> tuple[str, int, int, int] | None:
-    """(basis, rows, prompt tokens, answer tokens) of a data set as far as artifacts or the journal tell."""
+    """(basis, rows, prompt tokens, answer tokens) of a data set as far as artifacts or the journal
+    tell."""
     record_file = data / f"records/{name}.parquet"
     stats_file = data / f"prompts/{name}.stats.json"
     response_file = data / f"responses/{name}/raw_responses.jsonl"
@@ -96,7 +101,8 @@ def known_tokens(name: str, data: Path, work: Path) -> tuple[str, int, int, int]
 
 
 def _journalled(path: Path) -> tuple[int, int, int] | None:
-    """(rows, prompt tokens, answer tokens) of the answers that a run has so far; a torn last line is skipped."""
+    """(rows, prompt tokens, answer tokens) of the answers that a run has so far; a torn last line
+    is skipped."""
     rows = prompt = answer = 0
     with open(path, "rb") as file:
         for line in file:
@@ -113,7 +119,8 @@ def _journalled(path: Path) -> tuple[int, int, int] | None:
 
 
 def rows_wanted(name: str, dataset: Dataset, data: Path) -> int | None:
-    """Prompts of a data set: counted if it is prepared, else its cap, else the rows of its local file; None if unknown."""
+    """Prompts of a data set: counted if it is prepared, else its cap, else the rows of its local
+    file; None if unknown."""
     stats = data / f"prompts/{name}.stats.json"
     if stats.exists():
         return read_json(stats)["kept"]
@@ -124,7 +131,8 @@ def rows_wanted(name: str, dataset: Dataset, data: Path) -> int | None:
 
 
 def target_config(params: Params, data: Path) -> dict[str, Any]:
-    """The target's text configuration, from data/target or the local folder that params.yaml names; may be empty."""
+    """The target's text configuration, from data/target or the local folder that params.yaml names;
+    may be empty."""
     for folder in (
         data / "target/model",
         _described(data),
@@ -155,9 +163,8 @@ def make(
 ) -> dict[str, Any]:
     """The plan as plain values. `free`: bytes of disk; what the disk of `data` has if not given.
 
-    Where neither data/target, the target's folder nor `hidden_size` tells how wide the states are, `width_known` is false,
-    states count no bytes, and nothing is said of other settings.
-    """
+    Where neither data/target, the target's folder nor `hidden_size` tells how wide the states are,
+    `width_known` is false, states count no bytes, and nothing is said of other settings."""
     config = target_config(params, data)
     width = hidden_size or config.get("hidden_size") or 0
     sets = estimates(params, data, work)
@@ -283,7 +290,8 @@ def estimates(params: Params, data: Path, work: Path) -> list[Estimate]:
 
 
 def _assumed_answer(dataset: Dataset, limit: int) -> float:
-    """Tokens of an answer when nothing is known: half of the longest, or what makes the budget last for all samples."""
+    """Tokens of an answer when nothing is known: half of the longest, or what makes the budget last
+    for all samples."""
     if dataset.token_budget and dataset.max_samples:
         return min(limit / 2, dataset.token_budget / dataset.max_samples)
     return limit / 2
@@ -370,17 +378,18 @@ def train_hours(tokens: int, params: Params, rates: Rates) -> float:
 
 
 def cache_copies(data: Path) -> int:
-    """How often an artifact's bytes lie on this disk: once where DVC's cache may link them, twice where it copies."""
+    """How often an artifact's bytes lie on this disk: once where DVC's cache may link them, twice
+    where it copies."""
     folder = data if data.exists() else Path(".")
     return disk.needs(1, folder)[0][folder]
 
 
 def memory(params: Params, config: dict[str, Any]) -> dict[str, Any]:
-    """Bytes that training keeps: trained weights with gradient and moments, the target's embedding and head in fp32.
+    """Bytes that training keeps: trained weights with gradient and moments, the target's embedding
+    and head in fp32.
 
-    `needed` is None where the target's configuration is not here. Activations come on top; they follow
-    train.batch_tokens.
-    """
+    `needed` is None where the target's configuration is not here. Activations come on top; they
+    follow train.batch_tokens."""
     needed = None
     if config:
         captured = layers.captured_layers(config["num_hidden_layers"], params.hidden_states.layers)

@@ -7,7 +7,8 @@ from eagle3.commands.plan import size
 
 
 def page(plan: dict[str, Any]) -> str:
-    """The plan in plain text: data sets, totals against disk and memory, longest path, what other settings would change."""
+    """The plan in plain text: data sets, totals against disk and memory, longest path, what other
+    settings would change."""
     total, known = plan["total"], plan["hidden_states"]["width_known"]
     states = size if known else (lambda count: "?")
     parts = [
@@ -56,7 +57,8 @@ def page(plan: dict[str, Any]) -> str:
         parts.append(what_if(plan))
     if any(d["basis"] == "unknown" for d in plan["datasets"]):
         parts.append(
-            "unknown: no cap, no budget and no local file to count; `dvc repro prepare@NAME` counts the rows."
+            "unknown: no cap, no budget and no local file to count; `dvc repro prepare@NAME` "
+            "counts the rows."
         )
     return "\n\n".join(parts) + "\n"
 
@@ -90,11 +92,13 @@ def what_if(plan: dict[str, Any]) -> str:
 def time_lines(plan: dict[str, Any]) -> list[str]:
     total, rates, path = plan["total"], plan["rates"], plan["longest_path"]
     return [
-        f"{time(total['hours_on_one_machine'])} on one machine, {time(total['hours_train'])} of them training, starts of stages not "
+        f"{time(total['hours_on_one_machine'])} on one machine, {time(total['hours_train'])} of "
+        "them training, starts of stages not "
         "counted",
         f"{time(path['hours'])} with a machine for every data set, the longest path: "
         + ", then ".join(f"{stage} {time(hours)}" for stage, hours in path["stages"].items()),
-        f"at {rates['generate']:,g} tokens/s generated, {rates['extract']:,g} extracted, {rates['train']:,g} trained; "
+        f"at {rates['generate']:,g} tokens/s generated, {rates['extract']:,g} extracted, "
+        f"{rates['train']:,g} trained; "
         'other speeds: ARGS="--generate-rate 2000 --extract-rate … --train-rate …"',
     ]
 
@@ -103,7 +107,8 @@ def disk_lines(plan: dict[str, Any]) -> list[str]:
     states, total, disk = plan["hidden_states"], plan["total"], plan["disk"]
     if not states["width_known"]:
         return [
-            "unknown until the target is here (`dvc repro target`) and says how wide its states are",
+            "unknown until the target is here (`dvc repro target`) and says how wide its states "
+            "are",
             'or give the hidden_size of its config.json: ARGS="--hidden-size 4096"',
         ]
     wide, fits = states["bytes_per_token_of_states"], disk["tokens_that_fit"]
@@ -112,10 +117,13 @@ def disk_lines(plan: dict[str, Any]) -> list[str]:
         " (twice, since DVC copies: `dvc config cache.type symlink`)" if total["copies"] > 1 else ""
     )
     return [
-        f"{size(total['bytes_to_write'])} to write{copies} and {size(disk['reserved'])} reserved, of "
+        f"{size(total['bytes_to_write'])} to write{copies} and {size(disk['reserved'])} "
+        "reserved, of "
         f"{size(disk['free'])} free: {verdict}",
-        f"a token's states are {states['numbers_per_token']:,} numbers (4 x {states['hidden_size']:,}): "
-        f"{wide['bfloat16']:,} bytes in bfloat16, {wide['float8_e4m3fn']:,} in float8_e4m3fn; with ids, mask and scales "
+        f"a token's states are {states['numbers_per_token']:,} numbers (4 x "
+        f"{states['hidden_size']:,}): "
+        f"{wide['bfloat16']:,} bytes in bfloat16, {wide['float8_e4m3fn']:,} in float8_e4m3fn; "
+        "with ids, mask and scales "
         f"{states['bytes_per_token']:,} in {states['dtype']}",
         f"{size(disk['free'])} hold {fits['bfloat16'] / 1e6:,.1f} million tokens in bfloat16, "
         f"{fits['float8_e4m3fn'] / 1e6:,.1f} million in float8_e4m3fn",
@@ -145,7 +153,8 @@ def memory_line(memory: dict[str, Any]) -> str:
     enough = memory["needed_by_train"] <= max(memory["available"], memory["gpu"])
     verdict = "enough" if enough else "NOT ENOUGH, lower vocab.size or train over several GPUs"
     return (
-        f"{size(memory['needed_by_train'])} for training's weights, gradients, moments, embedding and head (activations "
+        f"{size(memory['needed_by_train'])} for training's weights, gradients, moments, "
+        "embedding and head (activations "
         f"come on top), of {there}: {verdict}"
     )
 

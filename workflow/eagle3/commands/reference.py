@@ -50,7 +50,8 @@ def table(model: type[BaseModel], prefix: str) -> str:
 
 
 def keys(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
-    """(dotted key, field) of a section, nested sections opened; NAME and [] stand for the keys and items of several."""
+    """(dotted key, field) of a section, nested sections opened; NAME and [] stand for the keys and
+    items of several."""
     for name, field in model.model_fields.items():
         nested = section_model(field.annotation)
         if nested is not None:
@@ -67,7 +68,8 @@ def keys(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]
 
 
 def section_model(annotation: Any) -> type[BaseModel] | None:
-    """The section that an annotation names, also as the value of a mapping or beside None; None for plain values."""
+    """The section that an annotation names, also as the value of a mapping or beside None; None for
+    plain values."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     for part in get_args(annotation):

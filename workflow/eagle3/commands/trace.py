@@ -1,9 +1,10 @@
-"""What a drafter was made from: found in dvc.lock, now or in git's history, by the content of its folder.
+"""What a drafter was made from: found in dvc.lock, now or in git's history, by the content of its
+folder.
 
-The lock that lists exactly this folder as the output of `train` lists the inputs too, by content, and so on back to
-params.yaml. Where a link is not on this machine, the commit and the command that bring it are named. A drafter that no lock
-knows is still matched by the digests that its training.json holds.
-"""
+The lock that lists exactly this folder as the output of `train` lists the inputs too, by content,
+and so on back to params.yaml. Where a link is not on this machine, the commit and the command that
+bring it are named. A drafter that no lock knows is still matched by the digests that its
+training.json holds."""
 
 import hashlib
 import json
@@ -46,7 +47,8 @@ def folder_md5(folder: str | Path) -> str:
 
 
 def locks() -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where, stages) of the working tree's dvc.lock, then of every version of it in git, newest first."""
+    """(where, stages) of the working tree's dvc.lock, then of every version of it in git, newest
+    first."""
     if Path(LOCK).exists():
         yield "the working tree", _stages(Path(LOCK).read_text())
     for commit in git("log", "--all", "--format=%H", "--", LOCK).split():
@@ -137,7 +139,8 @@ def trace(folder: str | Path) -> dict[str, Any]:
     folder = Path(folder)
     if not (folder / "training.json").exists():
         raise Refusal(
-            f"{folder} has no training.json, so nothing says what it was made from; give a drafter folder that "
+            f"{folder} has no training.json, so nothing says what it was made from; give a "
+            "drafter folder that "
             "`train` wrote (DRAFTER=FOLDER), or make one: `make drafter`"
         )
     training = read_json(folder / "training.json")
@@ -240,7 +243,8 @@ def about(
 
 
 def by_digest(name: str, entry: dict[str, Any]) -> dict[str, Any]:
-    """A data set of a drafter that no lock knows: are the records of the working tree those that it was trained on?"""
+    """A data set of a drafter that no lock knows: are the records of the working tree those that it
+    was trained on?"""
     path = Path(f"data/records/{name}.parquet")
     here = path.exists() and digest_file(path) == entry.get("records_digest")
     other = "another version is in the working tree" if path.exists() and not here else ""
@@ -253,7 +257,8 @@ def by_digest(name: str, entry: dict[str, Any]) -> dict[str, Any]:
             {}
             if here
             else {
-                "get": "no dvc.lock in this repository lists this drafter: fetch the branch that built it "
+                "get": "no dvc.lock in this repository lists this drafter: fetch the branch that "
+                "built it "
                 f"(git fetch --all) and run this again{'; ' + other if other else ''}"
             }
         ),
@@ -305,12 +310,14 @@ def page(found: dict[str, Any]) -> str:
     if missing:
         lines += [
             "",
-            f"{len(missing)} of {len(found['artifacts'])} artifacts are not on this machine; to get them:",
+            f"{len(missing)} of {len(found['artifacts'])} artifacts are not on this machine; to "
+            "get them:",
         ]
         lines += [f"  {line}" for line in dict.fromkeys(entry["get"] for entry in missing)]
     else:
         lines += [
             "",
-            f"all {len(found['artifacts'])} artifacts are on this machine; everything that is known of them: ARGS=--json",
+            f"all {len(found['artifacts'])} artifacts are on this machine; everything that is "
+            "known of them: ARGS=--json",
         ]
     return "\n".join(lines) + "\n"

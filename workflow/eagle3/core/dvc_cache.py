@@ -1,4 +1,5 @@
-"""Earlier versions of an artifact, as dvc.lock records them: in the workspace, or in DVC's cache after a pull."""
+"""Earlier versions of an artifact, as dvc.lock records them: in the workspace, or in DVC's cache
+after a pull."""
 
 import hashlib
 import json
@@ -8,10 +9,11 @@ from eagle3.core.params import read_yaml
 
 
 def cached_files(stage: str, out: str) -> dict[str, Path]:
-    """Files of the directory `out` that `stage` last published, as far as they are on this machine, by relative name.
+    """Files of the directory `out` that `stage` last published, as far as they are on this machine,
+    by relative name.
 
-    DVC and Snakemake delete an output before its stage runs, so the cache is where earlier rows survive.
-    """
+    DVC and Snakemake delete an output before its stage runs, so the cache is where earlier rows
+    survive."""
     found: dict[str, Path] = {}
     if Path("dvc.lock").exists():
         cache, _ = cache_config()
@@ -40,7 +42,8 @@ def cache_object(cache: Path, md5: str) -> Path:
 
 
 def remove_if_corrupt(path: Path) -> bool:
-    """Removes an object of DVC's cache whose content is not what its name says; DVC would hand it out again and again."""
+    """Removes an object of DVC's cache whose content is not what its name says; DVC would hand it
+    out again and again."""
     cache = (cache_config()[0] / "files" / "md5").resolve()
     real = path.resolve()
     if cache not in real.parents:
@@ -53,7 +56,8 @@ def remove_if_corrupt(path: Path) -> bool:
 
 
 def cache_config() -> tuple[Path, list[str]]:
-    """(folder of DVC's cache, link types in order of preference) as .dvc/config says; relative paths start at .dvc."""
+    """(folder of DVC's cache, link types in order of preference) as .dvc/config says; relative
+    paths start at .dvc."""
     import configparser
 
     config = configparser.ConfigParser(strict=False)

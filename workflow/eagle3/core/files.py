@@ -16,7 +16,8 @@ CHUNK = 1 << 22
 
 
 def canonical_json(value: Any) -> str:
-    """One text per meaning: keys sorted, no spaces, and 1.0 written as 1 (DVC does not tell them apart either)."""
+    """One text per meaning: keys sorted, no spaces, and 1.0 written as 1 (DVC does not tell them
+    apart either)."""
 
     def plain(v):
         if isinstance(v, float) and v.is_integer() and abs(v) < 2**53:
@@ -46,12 +47,12 @@ def digest_file(path: str | Path) -> str:
 
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """Yields a temporary path beside nothing of value; on success its content takes the place of `path` at once.
+    """Yields a temporary path beside nothing of value; on success its content takes the place of
+    `path` at once.
 
-    The temporary lies in `.work/tmp` of the same file system when `path` is inside the project, so that directories
-    which are DVC dependencies never hold a half-written file. The final file is always a new one: writing through a
-    link would alter DVC's cache.
-    """
+    The temporary lies in `.work/tmp` of the same file system when `path` is inside the project, so
+    that directories which are DVC dependencies never hold a half-written file. The final file is
+    always a new one: writing through a link would alter DVC's cache."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(".work/tmp")
@@ -69,7 +70,8 @@ def replacing(path: str | Path) -> Iterator[Path]:
         if error.errno == 28:
             free = shutil.disk_usage(path.parent).free
             raise Refusal(
-                f"no space left while writing {path} ({free / 2**20:,.0f} MiB free); nothing finished was "
+                f"no space left while writing {path} ({free / 2**20:,.0f} MiB free); nothing "
+                "finished was "
                 "lost: make room and run the same command again"
             ) from error
         raise
@@ -118,7 +120,8 @@ def read_json(path: str | Path) -> Any:
 
 
 def read_jsonl(path: str | Path) -> Iterator[dict]:
-    """The rows of a file that this project wrote. Lines end at b'\\n' only: U+2028 inside a string is no line end.
+    """The rows of a file that this project wrote. Lines end at b'\\n' only: U+2028 inside a string
+    is no line end.
 
     Raises Refusal with line number and byte offset for a line that is not UTF-8 JSON.
     """

@@ -1,8 +1,8 @@
 """Artifacts of data sets that left params.yaml.
 
-Some stages depend on a folder of all data sets as a whole, and DVC hashes what lies in it. What is left of another data
-set there would be part of that hash here and of none in a clone. It stays in DVC's cache, and comes back from it.
-"""
+Some stages depend on a folder of all data sets as a whole, and DVC hashes what lies in it. What is
+left of another data set there would be part of that hash here and of none in a clone. It stays in
+DVC's cache, and comes back from it."""
 
 import shutil
 from collections.abc import Iterable
@@ -12,8 +12,8 @@ FOLDERS = ("records", "hidden_states", "responses")
 
 
 def remove(folders: Iterable[str | Path], datasets: Iterable[str]) -> list[Path]:
-    """Clears those of `folders` that hold an entry per data set; returns what it removed. Call it before looking at
-    what is in them."""
+    """Clears those of `folders` that hold an entry per data set; returns what it removed. Call it
+    before looking at what is in them."""
     names = set(datasets)
     entries = [
         entry

@@ -1,4 +1,5 @@
-"""params.yaml as the stages see it: checked as a whole, readable only in the slices that dvc.yaml declares."""
+"""params.yaml as the stages see it: checked as a whole, readable only in the slices that dvc.yaml
+declares."""
 
 import re
 from functools import lru_cache
@@ -16,7 +17,8 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Loader(LOADER):
-    """YAML 1.2 numbers, as DVC reads them (PyYAML alone takes 1e-4 for a text), and no key twice."""
+    """YAML 1.2 numbers, as DVC reads them (PyYAML alone takes 1e-4 for a text), and no key
+    twice."""
 
     def construct_mapping(self, node, deep=False):
         seen = set()
@@ -54,7 +56,8 @@ def read_yaml(path: str | Path) -> Any:
 
 
 def load(path: str | Path = "params.yaml") -> Params:
-    """The whole file, checked. Raises Refusal naming each wrong key, its value and what is allowed."""
+    """The whole file, checked. Raises Refusal naming each wrong key, its value and what is
+    allowed."""
     return _load(str(path), Path(path).stat().st_mtime_ns if Path(path).exists() else 0)
 
 
@@ -80,7 +83,10 @@ def _explain(path, item: dict) -> str:
         return f"{path}: {key} is missing"
     value = item.get("input")
     if item["type"] == "string_pattern_mismatch" and item["loc"][-1] == "[key]":
-        return f"{path}: {key}: names of data sets hold letters, digits, _ . - and begin with a letter or a digit"
+        return (
+            f"{path}: {key}: names of data sets hold letters, digits, _ . - and begin with a "
+            "letter or a digit"
+        )
     shown = f" is {value!r}" if not isinstance(value, (dict, BaseModel)) else ""
     return f"{path}: {key}{shown}: {message[0].lower() + message[1:]}"
 
@@ -138,7 +144,8 @@ def slice_text(params: dict, slices: list[str]) -> str:
 
 
 class Declared:
-    """params.yaml behind a gate: reading a key that the stage does not declare raises Refusal with the line to add.
+    """params.yaml behind a gate: reading a key that the stage does not declare raises Refusal with
+    the line to add.
 
     Run-time keys (`server.*` and others marked so in the schema) may always be read.
     """
@@ -163,6 +170,7 @@ class Declared:
         ):
             return Declared(value, self._stage, self._slices, path)
         raise Refusal(
-            f"stage {self._stage} reads {path}, which dvc.yaml does not list for it, so an edit of it would go unseen; "
+            f"stage {self._stage} reads {path}, which dvc.yaml does not list for it, so an edit "
+            "of it would go unseen; "
             f"add `- {path}` under stages.{self._stage.partition('@')[0]}.params"
         )

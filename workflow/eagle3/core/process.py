@@ -17,13 +17,15 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(sig: int = signal.SIGKILL) -> None:
-    """Linux: the kernel sends `sig` to this process when its parent thread ends. Usable as a preexec_fn."""
+    """Linux: the kernel sends `sig` to this process when its parent thread ends. Usable as a
+    preexec_fn."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, sig, 0, 0, 0)
 
 
 def git(*words: str) -> str:
-    """What git prints; nothing without a repository, or without git at all (a container that builds, say)."""
+    """What git prints; nothing without a repository, or without git at all (a container that
+    builds, say)."""
     try:
         done = subprocess.run(["git", *words], capture_output=True, text=True)
     except FileNotFoundError:
@@ -41,12 +43,14 @@ def _stat(pid: int) -> tuple[int, int] | None:
 
 
 def start_time(pid: int) -> int | None:
-    """When a live process began, in ticks; with the pid it names a process for good. None if it is not alive."""
+    """When a live process began, in ticks; with the pid it names a process for good. None if it is
+    not alive."""
     return stat[1] if (stat := _stat(pid)) else None
 
 
 def driving_ancestors() -> list[tuple[int, int]]:
-    """(pid, start time) of every ancestor up to the topmost snakemake or dvc; empty when run by hand."""
+    """(pid, start time) of every ancestor up to the topmost snakemake or dvc; empty when run by
+    hand."""
     chain, last, pid = [], 0, os.getppid()
     while pid > 1 and (stat := _stat(pid)):
         chain.append((pid, stat[1]))
@@ -59,7 +63,8 @@ def driving_ancestors() -> list[tuple[int, int]]:
             )
         except OSError:
             break
-        # Only the program and its first arguments: a shell whose text mentions dvc is not a driver of its own.
+        # Only the program and its first arguments: a shell whose text mentions dvc is not a driver
+        # of its own.
         if any(word in " ".join(command.split()[:3]) for word in DRIVERS):
             last = len(chain)
         pid = stat[0]
@@ -69,8 +74,8 @@ def driving_ancestors() -> list[tuple[int, int]]:
 def watch_ancestors(interval: float = 0.5) -> None:
     """Kills this process group's worker when any driving ancestor dies.
 
-    PR_SET_PDEATHSIG alone is not enough: between dvc and this process stands a shell, which survives dvc's kill -9.
-    """
+    PR_SET_PDEATHSIG alone is not enough: between dvc and this process stands a shell, which
+    survives dvc's kill -9."""
     ancestors = driving_ancestors()
     if not ancestors:
         return
@@ -102,7 +107,8 @@ def children(pid: int) -> list[int]:
 
 @contextlib.contextmanager
 def exclusive(folder: str | Path, what: str):
-    """Holds the lock of a work folder. The kernel frees it when the holder dies, so no lock is ever left behind.
+    """Holds the lock of a work folder. The kernel frees it when the holder dies, so no lock is ever
+    left behind.
 
     Raises Refusal naming the holder's pid when another live process has it.
     """
@@ -114,7 +120,8 @@ def exclusive(folder: str | Path, what: str):
         except BlockingIOError:
             file.seek(0)
             raise Refusal(
-                f"{what} is already running as process {file.read().strip() or 'unknown'}; wait for it, or stop it "
+                f"{what} is already running as process {file.read().strip() or 'unknown'}; wait "
+                "for it, or stop it "
                 "with kill and run this again"
             ) from None
         file.truncate(0)

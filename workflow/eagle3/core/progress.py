@@ -1,4 +1,5 @@
-"""Progress of long work: bar, rate, time left. On a terminal one line is redrawn; elsewhere plain lines appear."""
+"""Progress of long work: bar, rate, time left. On a terminal one line is redrawn; elsewhere plain
+lines appear."""
 
 import sys
 import time
@@ -19,9 +20,8 @@ def duration(seconds: float) -> str:
 class Progress:
     """`with Progress("generate alpaca", total=48, unit="rows") as bar: bar.add(1, tokens=128)`.
 
-    Rates are over this run, so work that was already done (`done=`) does not flatter them. Where `total` is None,
-    because nobody knows it, there is no bar and no time left.
-    """
+    Rates are over this run, so work that was already done (`done=`) does not flatter them. Where
+    `total` is None, because nobody knows it, there is no bar and no time left."""
 
     def __init__(
         self,
@@ -50,7 +50,8 @@ class Progress:
         self._draw(final=True)
 
     def add(self, count: int = 1, notes: dict[str, str] | None = None, **sums: float) -> None:
-        """Counts `count` units; `sums` accumulate and are shown as rates, `notes` are shown as they are."""
+        """Counts `count` units; `sums` accumulate and are shown as rates, `notes` are shown as they
+        are."""
         self.done += count
         for name, value in sums.items():
             self.sums[name] = self.sums.get(name, 0) + value

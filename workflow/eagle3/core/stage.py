@@ -1,4 +1,5 @@
-"""What every stage does around its work: parameters, lock, watchdog, unchanged inputs and code, clear endings."""
+"""What every stage does around its work: parameters, lock, watchdog, unchanged inputs and code,
+clear endings."""
 
 import argparse
 import contextlib
@@ -23,7 +24,8 @@ STARTED = (
 
 
 class Stage:
-    """Handed to a stage's body: `params` (only the declared slices), `work` (folder for unfinished work)."""
+    """Handed to a stage's body: `params` (only the declared slices), `work` (folder for unfinished
+    work)."""
 
     def __init__(self, name: str, params_path: str | Path):
         self.name = name
@@ -40,7 +42,8 @@ class Stage:
 
 @contextlib.contextmanager
 def running(name: str, params_path: str | Path, inputs: list[str | Path]) -> Iterator[Stage]:
-    """Runs a stage's body. Raises Refusal if an input is missing, or it or the code was changed while the body ran.
+    """Runs a stage's body. Raises Refusal if an input is missing, or it or the code was changed
+    while the body ran.
 
     The second would let DVC record an output beside inputs that did not make it.
     """
@@ -75,13 +78,15 @@ def running(name: str, params_path: str | Path, inputs: list[str | Path]) -> Ite
 def _refuse_changed(name: str, files: list[str]) -> None:
     if files:
         raise Refusal(
-            f"{', '.join(files[:5])} changed while stage {name} ran, so its result would belong to neither version; "
+            f"{', '.join(files[:5])} changed while stage {name} ran, so its result would belong "
+            "to neither version; "
             "run the same command again"
         )
 
 
 def _stamps(paths: list[Path]) -> dict[Path, tuple]:
-    """Identity of every file in `paths` (folders are walked): inode, size and time of the real file."""
+    """Identity of every file in `paths` (folders are walked): inode, size and time of the real
+    file."""
     stamps = {}
     for path in paths:
         if not path.exists():
@@ -94,17 +99,20 @@ def _stamps(paths: list[Path]) -> dict[Path, tuple]:
 
 
 def _began() -> int:
-    """When this script began to import its code; the imports take seconds, in which a file may be edited."""
+    """When this script began to import its code; the imports take seconds, in which a file may be
+    edited."""
     return getattr(sys.modules.get("_path"), "BEGAN", time.time_ns())
 
 
 def _contents(files: list[str]) -> dict[Path, bytes]:
-    """Small files are compared as they are: a checkout of another branch and back changes times only."""
+    """Small files are compared as they are: a checkout of another branch and back changes times
+    only."""
     return {Path(file): Path(file).read_bytes() for file in files if os.path.exists(file)}
 
 
 def _same_slices(stage: Stage, params_path: str | Path) -> bool:
-    """An edit of params.yaml during a long run is fine as long as it leaves this stage's slices alone."""
+    """An edit of params.yaml during a long run is fine as long as it leaves this stage's slices
+    alone."""
     try:
         now = parameters.load(params_path).model_dump()
     except Refusal:
@@ -114,7 +122,8 @@ def _same_slices(stage: Stage, params_path: str | Path) -> bool:
 
 
 def main(parser: argparse.ArgumentParser, body: Callable[[argparse.Namespace], None]) -> None:
-    """Parses the command line and runs `body`; a Refusal becomes one sentence on stderr and exit code 1."""
+    """Parses the command line and runs `body`; a Refusal becomes one sentence on stderr and exit
+    code 1."""
     parser.add_argument(
         "--params", default="params.yaml", help="parameter file (default: params.yaml)"
     )

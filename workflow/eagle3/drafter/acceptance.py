@@ -1,4 +1,5 @@
-"""Accept lengths and accuracies from hits: what a drafter's steps got right, position by position."""
+"""Accept lengths and accuracies from hits: what a drafter's steps got right, position by
+position."""
 
 import torch
 from torch import Tensor
@@ -7,9 +8,10 @@ from torch import Tensor
 def summarize(hits: Tensor, draft_steps: int | None = None) -> dict:
     """Figures of `hits` [n, steps] (1 right, 0 wrong, -1 not supervised).
 
-    `accuracy`: share right per step. `conditional`: share right among positions where all earlier steps were right.
-    `accept_length`: 1 + sum over k of the product of conditional accuracies up to k, the bonus token included
-    (chain of `draft_steps` tokens; default all). `supervised`: positions of step 0.
+    `accuracy`: share right per step. `conditional`: share right among positions where all earlier
+    steps were right.
+    `accept_length`: 1 + sum over k of the product of conditional accuracies up to k, the bonus
+    token included (chain of `draft_steps` tokens; default all). `supervised`: positions of step 0.
     """
     steps = hits.shape[1]
     marginal, conditional = [], []
@@ -41,11 +43,11 @@ def accept_length(conditional: list[float]) -> float:
 
 
 def replay(hits: Tensor, draft_steps: int) -> tuple[int, int]:
-    """(tokens, verify cycles) of serving one answer with a chain of `draft_steps`, given its `hits` [L, steps].
+    """(tokens, verify cycles) of serving one answer with a chain of `draft_steps`, given its `hits`
+    [L, steps].
 
-    Serving visits only the positions where a cycle ends; the average over all positions can differ from it. From a
-    position with r right steps in a row a cycle yields r + 1 tokens.
-    """
+    Serving visits only the positions where a cycle ends; the average over all positions can differ
+    from it. From a position with r right steps in a row a cycle yields r + 1 tokens."""
     places = (hits[:, 0] >= 0).nonzero().flatten().tolist()
     if not places:
         return 0, 0

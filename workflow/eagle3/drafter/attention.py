@@ -1,5 +1,5 @@
-"""Attention of the training-time test over packed sequences, in plain PyTorch: the readable form and the reference of
-faster ones."""
+"""Attention of the training-time test over packed sequences, in plain PyTorch: the readable form
+and the reference of faster ones."""
 
 import torch
 from torch import Tensor
@@ -8,8 +8,9 @@ from torch import Tensor
 class PackedAttention:
     """Called once per step, in order, with that step's q [T, heads, d], k and v [T, kv_heads, d].
 
-    A query of position t sees the step-0 keys of its own sequence up to t and, of every later step up to its own, the
-    one key at t; all in one softmax. `offsets` [S+1] are the borders of the S sequences.
+    A query of position t sees the step-0 keys of its own sequence up to t and, of every later step
+    up to its own, the one key at t; all in one softmax. `offsets` [S+1] are the borders of the S
+    sequences.
 
     Example, one sequence of 3, step 2, position 1: step-0 keys 0 and 1, step-1 key 1, step-2 key 1.
     """

@@ -1,8 +1,7 @@
 """data/drafter/: model.safetensors and config.json as SGLang loads them.
 
-SGLang skips unknown tensors and leaves missing ones random, both in silence, so names and shapes are checked here, and
-what was written is read again from a copy.
-"""
+SGLang skips unknown tensors and leaves missing ones random, both in silence, so names and shapes
+are checked here, and what was written is read again from a copy."""
 
 import shutil
 import tempfile
@@ -21,7 +20,8 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
 
 def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that a drafter of this configuration has; no others may be there."""
+    """Name and shape of every tensor that a drafter of this configuration has; no others may be
+    there."""
     size, inner, draft = (
         config["hidden_size"],
         config["intermediate_size"],
@@ -51,7 +51,8 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def refuse_unless_complete(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
-    """Raises Refusal listing tensors that are missing, unknown or of another shape, or whose values are not finite."""
+    """Raises Refusal listing tensors that are missing, unknown or of another shape, or whose values
+    are not finite."""
     expected = expected_shapes(config)
     wrong = [f"{name} is missing" for name in expected.keys() - tensors.keys()]
     wrong += [f"{name} is unknown" for name in tensors.keys() - expected.keys()]
@@ -71,7 +72,8 @@ def refuse_unless_complete(tensors: dict[str, torch.Tensor], config: dict[str, A
 
 
 def write(folder: str | Path, state: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
-    """Writes both files in the configuration's dtype and compares a copy of them, read anew, with `state`."""
+    """Writes both files in the configuration's dtype and compares a copy of them, read anew, with
+    `state`."""
     folder = Path(folder)
     dtype = getattr(torch, config["torch_dtype"])
     tensors = {

@@ -1,8 +1,8 @@
-"""The EAGLE-3 drafter: one decoder layer that reads the target's states and drafts the tokens after the next.
+"""The EAGLE-3 drafter: one decoder layer that reads the target's states and drafts the tokens after
+the next.
 
-T: tokens of a packed batch. H: hidden size. D: draft vocabulary. Layout and names are those that SGLang loads.
-Source: EAGLE-3, arXiv 2503.01840.
-"""
+T: tokens of a packed batch. H: hidden size. D: draft vocabulary. Layout and names are those that
+SGLang loads. Source: EAGLE-3, arXiv 2503.01840."""
 
 from collections.abc import Callable
 from typing import Any
@@ -46,10 +46,9 @@ def drafter_config(
 ) -> dict[str, Any]:
     """config.json of a drafter for a target's text configuration.
 
-    RoPE, context length and norms are the target's: a drafter with another RoPE base loads and drafts badly. RoPE is
-    written in the old and the new form, because readers of either fall back to a base of 10000 in silence. Raises
-    Refusal naming a field that the target lacks.
-    """
+    RoPE, context length and norms are the target's: a drafter with another RoPE base loads and
+    drafts badly. RoPE is written in the old and the new form, because readers of either fall back
+    to a base of 10000 in silence. Raises Refusal naming a field that the target lacks."""
     missing = [key for key in COPIED if key not in target and not key.endswith("token_id")]
     if missing:
         raise Refusal(f"the target's config.json lacks {', '.join(missing)}")
@@ -79,8 +78,8 @@ def drafter_config(
 
 
 def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """RoPE of a configuration in either form. Raises Refusal if it names no base (10000 would be a guess), or turns a part
-    of each head only."""
+    """RoPE of a configuration in either form. Raises Refusal if it names no base (10000 would be a
+    guess), or turns a part of each head only."""
     found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = found.get("rope_theta", config.get("rope_theta"))
     if theta is None:
@@ -92,7 +91,8 @@ def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
     partial = found.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0
     if partial != 1.0:
         raise Refusal(
-            f"the target turns {partial:.0%} of each head (partial_rotary_factor), a Llama drafter all of it; such "
+            f"the target turns {partial:.0%} of each head (partial_rotary_factor), a Llama "
+            "drafter all of it; such "
             "targets are not supported"
         )
     return found
@@ -195,8 +195,8 @@ class Drafter(nn.Module):
         )
 
     def initialise(self, head: Tensor, seed: int) -> "Drafter":
-        """Random weights of width 0.02, from `seed` alone; the head starts as the target's rows of the draft ids
-        (`head` [V, H]) and the norms as ones."""
+        """Random weights of width 0.02, from `seed` alone; the head starts as the target's rows of
+        the draft ids (`head` [V, H]) and the norms as ones."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for _name, parameter in sorted(self.named_parameters()):

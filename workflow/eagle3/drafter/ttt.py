@@ -1,9 +1,9 @@
 """Training-time test: the drafter is unrolled over its own states, as it will be when it serves.
 
-Position t sees (aux_t, embedding of x_{t+1}) and predicts x_{t+2}. At step k everything about tokens lies k further on:
-position t reads x_{t+1+k} and predicts x_{t+2+k}; its state is the drafter's own of step k-1 at t; its RoPE position is
-t + k. So with a prompt of p tokens position p-1, which drafts the first token after prefill, is supervised.
-"""
+Position t sees (aux_t, embedding of x_{t+1}) and predicts x_{t+2}. At step k everything about
+tokens lies k further on: position t reads x_{t+1+k} and predicts x_{t+2+k}; its state is the
+drafter's own of step k-1 at t; its RoPE position is t + k. So with a prompt of p tokens position
+p-1, which drafts the first token after prefill, is supervised."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ from eagle3.drafter.model import Drafter
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences end to end: `ids` [T], `mask` [T], `aux` [T, 3H], `last` [T, H], `offsets` [S+1], `relative` [T]
-    (position within the sequence), `names` of the records."""
+    """Sequences end to end: `ids` [T], `mask` [T], `aux` [T, 3H], `last` [T, H], `offsets` [S+1],
+    `relative` [T] (position within the sequence), `names` of the records."""
 
     ids: Tensor
     mask: Tensor
@@ -52,7 +52,8 @@ def collate(rows: list[dict]) -> Batch:
 
 
 def supervised_targets(batch: Batch) -> Tensor:
-    """Positions u [n] of the tokens x_u that step 0 can draft: supervised, and at least two from the start."""
+    """Positions u [n] of the tokens x_u that step 0 can draft: supervised, and at least two from
+    the start."""
     return (batch.mask & (batch.relative >= 2)).nonzero().flatten()
 
 
@@ -72,8 +73,8 @@ def unroll(drafter: Drafter, batch: Batch, steps: int, attention: Callable = Pac
     end = len(batch.ids) - 1
     place = torch.arange(len(batch.ids), device=batch.ids.device)
     for step in range(steps):
-        # Past the end of a sequence the token is some other one; nothing is supervised there, and the diagonal keys
-        # keep it from every other position.
+        # Past the end of a sequence the token is some other one; nothing is supervised there, and
+        # the diagonal keys keep it from every other position.
         tokens = batch.ids[(place + 1 + step).clamp(max=end)]
         state = drafter.step(tokens, state, batch.relative + step, attend)
         yield state
@@ -81,7 +82,8 @@ def unroll(drafter: Drafter, batch: Batch, steps: int, attention: Callable = Pac
 
 @torch.no_grad()
 def teacher(batch: Batch, targets: Tensor, head: Tensor) -> Tensor:
-    """The target's logits [n, D] for the tokens at `targets`: x_u is predicted by the state at u - 1.
+    """The target's logits [n, D] for the tokens at `targets`: x_u is predicted by the state at u -
+    1.
 
     `head` [D, H] holds the rows of the draft vocabulary; `last` is after the final norm.
     """
@@ -91,11 +93,11 @@ def teacher(batch: Batch, targets: Tensor, head: Tensor) -> Tensor:
 def loss(
     drafter: Drafter, batch: Batch, head: Tensor, steps: int, decay: float
 ) -> tuple[Tensor, dict[str, list[float]]]:
-    """(loss, per-step figures). Soft cross-entropy to the target's distribution over the draft vocabulary, a mean over
-    the supervised tokens of each step, weighted by decay**k.
+    """(loss, per-step figures). Soft cross-entropy to the target's distribution over the draft
+    vocabulary, a mean over the supervised tokens of each step, weighted by decay**k.
 
-    A batch without a supervised token gives a zero that still hangs on the weights. Source: EAGLE-3, section 3.2.
-    """
+    A batch without a supervised token gives a zero that still hangs on the weights. Source:
+    EAGLE-3, section 3.2."""
     targets = supervised_targets(batch)
     counts = torch.stack([align_for_step(batch, targets, step)[0].sum() for step in range(steps)])
     weights = decay ** torch.arange(steps, device=counts.device)
@@ -110,7 +112,8 @@ def loss(
 def scaled_loss(
     drafter: Drafter, batch: Batch, head: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, its share per step [K], hits per step [K]): sums over supervised tokens, one of step k weighing scale[k]."""
+    """(loss, its share per step [K], hits per step [K]): sums over supervised tokens, one of step k
+    weighing scale[k]."""
     targets = supervised_targets(batch)
     logits = teacher(batch, targets, head).float()  # [n, D]
     total = sum(p.sum() for p in drafter.parameters()) * 0.0
@@ -132,11 +135,12 @@ def scaled_loss(
 
 @torch.no_grad()
 def hits(drafter: Drafter, batch: Batch, best: Tensor, steps: int) -> Tensor:
-    """[T, steps] int8: whether step k from position t drafts what the target's whole vocabulary prefers; -1 where it
-    drafts nothing that is supervised. `best` [T] is the target's choice for the token at each position.
+    """[T, steps] int8: whether step k from position t drafts what the target's whole vocabulary
+    prefers; -1 where it drafts nothing that is supervised. `best` [T] is the target's choice for
+    the token at each position.
 
-    A token outside the draft vocabulary can never be hit, so misses of the vocabulary count as misses.
-    """
+    A token outside the draft vocabulary can never be hit, so misses of the vocabulary count as
+    misses."""
     targets = supervised_targets(batch)
     found = torch.full((len(batch.ids), steps), -1, dtype=torch.int8, device=batch.ids.device)
     for step, state in enumerate(unroll(drafter, batch, steps)):
@@ -148,6 +152,7 @@ def hits(drafter: Drafter, batch: Batch, best: Tensor, steps: int) -> Tensor:
 
 @torch.no_grad()
 def target_choices(batch: Batch, head: Tensor, chunk: int = 1024) -> Tensor:
-    """[T] the target's likeliest token at each position, by the state before it; `head` [V, H]. Position 0 has none."""
+    """[T] the target's likeliest token at each position, by the state before it; `head` [V, H].
+    Position 0 has none."""
     choices = [(part.to(head.dtype) @ head.T).argmax(-1) for part in batch.last.split(chunk)]
     return torch.cat([choices[0].new_zeros(1), torch.cat(choices)[:-1]])

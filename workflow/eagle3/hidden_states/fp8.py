@@ -1,7 +1,8 @@
-"""Hidden states in fp8 e4m3: one power-of-two scale for every block of a token's channels. Needs torch only.
+"""Hidden states in fp8 e4m3: one power-of-two scale for every block of a token's channels. Needs
+torch only.
 
-Powers of two keep the mantissa as it is, so that quantising twice changes nothing, and they take one byte.
-"""
+Powers of two keep the mantissa as it is, so that quantising twice changes nothing, and they take
+one byte."""
 
 import torch
 

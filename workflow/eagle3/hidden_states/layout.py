@@ -1,10 +1,12 @@
-"""Where everything lies in a shard file: a safetensors file whose every byte is known before the first one is written.
+"""Where everything lies in a shard file: a safetensors file whose every byte is known before the
+first one is written.
 
-So rows can be written in any order, by any process: the file itself says where row r's states go. The standard
-library and torch only, because the hook inside the SGLang server imports it too.
+So rows can be written in any order, by any process: the file itself says where row r's states go.
+The standard library and torch only, because the hook inside the SGLang server imports it too.
 
 Regions, in file order, of S sequences with T tokens in all and hidden size H:
-`offsets` int64 [S+1], `input_ids` int32 [T], `aux` [T, 3H], `last` [T, H], with fp8 also `aux_scales` [T, 3H/block] and
+`offsets` int64 [S+1], `input_ids` int32 [T], `aux` [T, 3H], `last` [T, H], with fp8 also
+`aux_scales` [T, 3H/block] and
 `last_scales` [T, H/block] (uint8: exponents of two, biased by 127), `loss_mask` bool [T].
 """
 
@@ -56,7 +58,8 @@ class Region:
 
 
 class Layout:
-    """`regions` by name, `header` (the file's first bytes), `size` in bytes, `starts` (first token of each row, then T)."""
+    """`regions` by name, `header` (the file's first bytes), `size` in bytes, `starts` (first token
+    of each row, then T)."""
 
     def __init__(self, lengths: list[int], hidden_size: int, dtype: str):
         kind, width = KINDS[dtype]
@@ -148,11 +151,11 @@ class Layout:
 def write_tokens(
     path: str, layout: Layout, row: int, token: int, stored: dict[str, torch.Tensor], span: slice
 ) -> None:
-    """Writes the tokens `span` of `stored` (on the CPU) as the tokens of `row` from `token` on, and into the rows behind it
-    where there are more of them.
+    """Writes the tokens `span` of `stored` (on the CPU) as the tokens of `row` from `token` on, and
+    into the rows behind it where there are more of them.
 
-    The file is opened by name each time: once it is finished and renamed, a late write finds nothing to spoil.
-    """
+    The file is opened by name each time: once it is finished and renamed, a late write finds
+    nothing to spoil."""
     file = os.open(path, os.O_WRONLY)
     try:
         for name in layout.states:

@@ -1,12 +1,13 @@
-"""data/hidden_states/NAME/: shards of hidden states and their manifest; written by extract, read by train.
+"""data/hidden_states/NAME/: shards of hidden states and their manifest; written by extract, read by
+train.
 
-A shard is a safetensors file with S sequences laid end to end; `shard_layout.py` has its regions. `manifest.json` comes
-last; a folder without it is unfinished. Its `shards` list has one entry per file: rows, tokens, bytes, digest, and per row its id,
-length and split ("train", "validation", or "quarantined": the bytes are there, nobody reads them).
+A shard is a safetensors file with S sequences laid end to end; `shard_layout.py` has its regions.
+`manifest.json` comes last; a folder without it is unfinished. Its `shards` list has one entry per
+file: rows, tokens, bytes, digest, and per row its id, length and split ("train", "validation", or
+"quarantined": the bytes are there, nobody reads them).
 
-The digest is xxh3-128 over the head of the file and the xxh3-64 of each row's states, so that it grows with the rows, in
-whatever order they come.
-"""
+The digest is xxh3-128 over the head of the file and the xxh3-64 of each row's states, so that it
+grows with the rows, in whatever order they come."""
 
 import array
 import mmap
@@ -69,7 +70,8 @@ def shard_key(group: list[Record], identity: dict[str, Any]) -> str:
 
 
 class ShardWriter:
-    """A shard being filled: `KEY.part`, already as large as it will be. Rows come in any order and in pieces.
+    """A shard being filled: `KEY.part`, already as large as it will be. Rows come in any order and
+    in pieces.
 
     Raises Refusal at once when the disk cannot hold the shard; what is finished stays.
     """
@@ -93,8 +95,10 @@ class ShardWriter:
                     raise
                 free = shutil.disk_usage(folder).free
                 raise Refusal(
-                    f"{self.path} needs {self.layout.size / 2**20:,.1f} MiB and {free / 2**20:,.1f} MiB are free "
-                    f"({os.strerror(error.errno)}); finished shards are kept: make room and run the same "
+                    f"{self.path} needs {self.layout.size / 2**20:,.1f} MiB and "
+                    f"{free / 2**20:,.1f} MiB are free "
+                    f"({os.strerror(error.errno)}); finished shards are kept: make room and run "
+                    "the same "
                     "command again"
                 ) from error
             file.write(self.layout.header)
@@ -109,14 +113,16 @@ class ShardWriter:
         self._map = mmap.mmap(self._file.fileno(), 0)
 
     def write(self, row: int, stored: dict[str, torch.Tensor], begin: int, end: int) -> None:
-        """Writes tokens `begin` to `end` of `stored` (see offload.states_to_store), which are the whole row."""
+        """Writes tokens `begin` to `end` of `stored` (see offload.states_to_store), which are the
+        whole row."""
         write_tokens(str(self.path), self.layout, row, 0, stored, slice(begin, end))
         bad = stored["bad"][begin:end]
         self.cover(row, 0, end - begin, bad_of(bad) if bad.any() else "")
 
     def cover(self, row: int, token: int, count: int, problem: str = "") -> bool:
-        """Notes that `count` tokens from `token` on are written; says whether the row is complete. It is hashed then, and
-        sent on to the disk, or the disk would idle until the shard is full and everybody wait for it at the end."""
+        """Notes that `count` tokens from `token` on are written; says whether the row is complete.
+        It is hashed then, and sent on to the disk, or the disk would idle until the shard is full
+        and everybody wait for it at the end."""
         with self._lock:
             if problem:
                 self.problems.setdefault(row, problem)
@@ -126,7 +132,8 @@ class ShardWriter:
             self.digests[row] = _row_digest(self._map, self.layout, row)
             for name in self.layout.states:
                 place = self.layout.place(name, row)
-                # What Linux does on this advice with pages that are not on the disk: it begins to write them.
+                # What Linux does on this advice with pages that are not on the disk: it begins to
+                # write them.
                 os.posix_fadvise(
                     self._file.fileno(),
                     place,
@@ -145,7 +152,8 @@ class ShardWriter:
         )
 
     def finish(self) -> dict[str, Any]:
-        """Puts the file in place, on the disk, and returns its manifest entry. Rows with problems are quarantined."""
+        """Puts the file in place, on the disk, and returns its manifest entry. Rows with problems
+        are quarantined."""
         for row in range(len(self.records)):
             if self.missing(row):
                 self.problems.setdefault(row, self.missing(row))
@@ -201,7 +209,8 @@ def bad_of(bad: torch.Tensor) -> str:
 
 
 def merged(pieces: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Pieces [start, end) in order, joined where they touch: [(4, 6), (0, 4), (8, 9)] -> [(0, 6), (8, 9)]."""
+    """Pieces [start, end) in order, joined where they touch: [(4, 6), (0, 4), (8, 9)] -> [(0, 6),
+    (8, 9)]."""
     found: list[tuple[int, int]] = []
     for start, end in sorted(pieces):
         if found and start <= found[-1][1]:
@@ -272,7 +281,8 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     path = Path(folder) / MANIFEST
     if not path.exists():
         raise Refusal(
-            f"{folder} has no {MANIFEST}, so its shards are unfinished; `snakemake --cores all {path}`"
+            f"{folder} has no {MANIFEST}, so its shards are unfinished; `snakemake --cores all "
+            f"{path}`"
         )
     return read_json(path)
 
@@ -302,11 +312,12 @@ def damaged(folder: str | Path, entry: dict[str, Any]) -> str:
 
 
 class ShardSet:
-    """The sequences of several data sets' shards, one after the other, read through memory maps as they are asked for.
+    """The sequences of several data sets' shards, one after the other, read through memory maps as
+    they are asked for.
 
-    Any order costs the same, so a shuffle goes across all shards. At most `open_files` are mapped at a time in each
-    process; DataLoader workers map their own. With `verify` every file's digest is checked once, here.
-    """
+    Any order costs the same, so a shuffle goes across all shards. At most `open_files` are mapped
+    at a time in each process; DataLoader workers map their own. With `verify` every file's digest
+    is checked once, here."""
 
     def __init__(
         self,
@@ -340,7 +351,8 @@ class ShardSet:
         return len(self.places)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """`input_ids` [L], `loss_mask` [L], `aux` [L, 3H], `last` [L, H], `id` of a sequence. Not to be written to."""
+        """`input_ids` [L], `loss_mask` [L], `aux` [L, 3H], `last` [L, H], `id` of a sequence. Not
+        to be written to."""
         path, row, identifier = self.places[index]
         return {**_row(*self._open(path), row), "id": identifier}
 
@@ -352,11 +364,13 @@ class ShardSet:
             self._maps.move_to_end(path)
             return self._maps[path]
         try:
-            # A file that is shorter than its layout would end this process with SIGBUS at the first missing page.
+            # A file that is shorter than its layout would end this process with SIGBUS at the first
+            # missing page.
             if path.stat().st_size != self._sizes[path]:
                 raise ValueError(f"{path.stat().st_size} bytes instead of {self._sizes[path]}")
             with open(path, "rb") as file:
-                # Private: torch takes no read-only memory, and nothing that is written here reaches the file.
+                # Private: torch takes no read-only memory, and nothing that is written here reaches
+                # the file.
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             self._maps[path] = mapped, Layout.of_file(path)
         except (OSError, ValueError, KeyError) as error:
@@ -367,7 +381,8 @@ class ShardSet:
 
 
 def refuse_if_damaged(folder: Path, manifest: dict[str, Any], threads: int = 4) -> None:
-    """Reads every shard once. Raises Refusal naming the damaged ones and how to rebuild them alone."""
+    """Reads every shard once. Raises Refusal naming the damaged ones and how to rebuild them
+    alone."""
     entries = manifest["shards"]
     with (
         ThreadPoolExecutor(threads) as pool,
@@ -385,17 +400,22 @@ def refuse_if_damaged(folder: Path, manifest: dict[str, Any], threads: int = 4) 
 
 
 def repair(folder: Path) -> str:
-    return f"`dvc repro --force --single-item extract@{folder.name}` rebuilds what is damaged and nothing else"
+    return (
+        f"`dvc repro --force --single-item extract@{folder.name}` rebuilds what is damaged "
+        "and nothing else"
+    )
 
 
 def refuse_unless_fitting(
     folder: str | Path, manifest: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    """Raises Refusal naming the first field in which a manifest differs from what is expected, with both values."""
+    """Raises Refusal naming the first field in which a manifest differs from what is expected, with
+    both values."""
     for field, value in expected.items():
         if manifest.get(field) != value:
             raise Refusal(
-                f"{folder}/{MANIFEST} has {field} {manifest.get(field)!r}, but {value!r} is needed; "
+                f"{folder}/{MANIFEST} has {field} {manifest.get(field)!r}, but {value!r} is "
+                "needed; "
                 f"`dvc repro extract@{Path(folder).name}` makes it so"
             )
 

@@ -1,4 +1,5 @@
-"""The one place where messages become token ids: the target's chat template, the same for every stage."""
+"""The one place where messages become token ids: the target's chat template, the same for every
+stage."""
 
 import re
 from datetime import date
@@ -20,11 +21,13 @@ class Renderer:
         self.tokenizer = target.tokenizer
         self.kwargs = target.info["chat_template_kwargs"]
         day = date.fromisoformat(target.info["template_date"])
-        # Templates that print today's date would give other ids tomorrow; these are the two ways in which they ask for it.
+        # Templates that print today's date would give other ids tomorrow; these are the two ways in
+        # which they ask for it.
         self.clock = {"date_string": day.strftime("%d %b %Y")}
         if not self.tokenizer.chat_template:
             raise Refusal(
-                f"the tokenizer at {target.path} has no chat template; add chat_template.jinja to that folder"
+                f"the tokenizer at {target.path} has no chat template; add chat_template.jinja "
+                "to that folder"
             )
         self.tokenizer.chat_template = with_date(self.tokenizer.chat_template, day)
         self.specials = sorted(
@@ -38,7 +41,8 @@ class Renderer:
         self.uses_tools = self._uses_tools()
 
     def prompt_ids(self, messages: list[dict], tools: list | None = None) -> list[int]:
-        """Ids of the conversation so far, with the generation prompt: what the target is asked to continue."""
+        """Ids of the conversation so far, with the generation prompt: what the target is asked to
+        continue."""
         return self._ids(messages, tools, generation_prompt=True)
 
     def full_ids(self, messages: list[dict], tools: list | None = None) -> list[int]:
@@ -50,8 +54,8 @@ class Renderer:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def special_in(self, messages: list[dict]) -> str | None:
-        """A special string of the tokenizer that stands in some message's text, if any: it would become a control
-        token, and text could open or close turns."""
+        """A special string of the tokenizer that stands in some message's text, if any: it would
+        become a control token, and text could open or close turns."""
         for message in messages:
             for special in self.specials:
                 if special in (message.get("content") or ""):
@@ -91,7 +95,8 @@ class Renderer:
             raise Reject("template_error", str(error)) from None
 
     def _uses_tools(self) -> bool:
-        """Whether the template prints the tools it is given. Many small models' templates silently drop them."""
+        """Whether the template prints the tools it is given. Many small models' templates silently
+        drop them."""
         self.uses_tools = True
         probe = [
             {
@@ -107,11 +112,11 @@ class Renderer:
 
 
 def with_date(template: Any, day: date) -> Any:
-    """The template (or templates by name) with every `strftime_now("format")` replaced by that date as a text.
+    """The template (or templates by name) with every `strftime_now("format")` replaced by that date
+    as a text.
 
-    transformers offers the function to templates as a global that no argument overrides. Raises Refusal where the
-    format is not a plain text, since the date would then be today's.
-    """
+    transformers offers the function to templates as a global that no argument overrides. Raises
+    Refusal where the format is not a plain text, since the date would then be today's."""
     if isinstance(template, dict):
         return {name: with_date(text, day) for name, text in template.items()}
     fixed = re.sub(
@@ -121,18 +126,20 @@ def with_date(template: Any, day: date) -> Any:
     )
     if re.search(r"strftime_now\s*\(", fixed):
         raise Refusal(
-            "the chat template prints today's date in a form that cannot be fixed to target.template_date; put "
+            "the chat template prints today's date in a form that cannot be fixed to "
+            "target.template_date; put "
             "the date into chat_template.jinja by hand"
         )
     return fixed
 
 
 def with_reasoning_apart(message: dict) -> dict:
-    """An answer as templates of reasoning models want it: what stands before </think> in its own field.
+    """An answer as templates of reasoning models want it: what stands before </think> in its own
+    field.
 
-    Served text has it in one piece, often without the opening tag, which was part of the prompt; left in the content it
-    would come out as a second, empty thought followed by the first one as plain text.
-    """
+    Served text has it in one piece, often without the opening tag, which was part of the prompt;
+    left in the content it would come out as a second, empty thought followed by the first one as
+    plain text."""
     content = message.get("content") or ""
     if (
         message["role"] != "assistant"
@@ -159,7 +166,8 @@ def with_tools_in_system(messages: list[dict], tools: list) -> list[dict]:
 
 
 def probe(renderer: Renderer) -> dict[str, Any]:
-    """Whether prompts of later turns extend earlier ones, checked on a two-turn conversation; for the stats files."""
+    """Whether prompts of later turns extend earlier ones, checked on a two-turn conversation; for
+    the stats files."""
     turns: list[dict] = []
     for text in ("one", "two"):
         turns += [

@@ -1,7 +1,9 @@
-"""Rows of glaive-function-calling-v2: a whole conversation as one text, its functions as JSON inside the system text.
+"""Rows of glaive-function-calling-v2: a whole conversation as one text, its functions as JSON
+inside the system text.
 
-system: 'SYSTEM: You are a helpful assistant with access to the following functions. Use them if required -\\n{…}\\n{…}'
-chat:   'USER: …\\n\\n\\nASSISTANT: <functioncall> {"name": "f", "arguments": \\'{"a": 1}\\'} <|endoftext|>\\n\\n\\n
+system: 'SYSTEM: You are a helpful assistant with access to the following functions. Use them if
+required -\\n{…}\\n{…}' chat:   'USER: …\\n\\n\\nASSISTANT: <functioncall> {"name": "f",
+"arguments": \\'{"a": 1}\\'} <|endoftext|>\\n\\n\\n
          FUNCTION RESPONSE: {"x": 1}\\n\\n\\nASSISTANT: … <|endoftext|>'
 """
 
@@ -17,7 +19,8 @@ QUOTED_ARGUMENTS = re.compile(r"(\"arguments\"\s*:\s*)'(.*)'\s*}\s*$", re.DOTALL
 
 
 def conversation(system: str, chat: str) -> tuple[list[dict], list[dict]]:
-    """(messages, tools). Raises Reject where the text has no turns or a call or function is no JSON."""
+    """(messages, tools). Raises Reject where the text has no turns or a call or function is no
+    JSON."""
     system = (system or "").removeprefix("SYSTEM:").strip()
     start = system.find("{")
     tools = functions(system[start:]) if start >= 0 else []

@@ -1,8 +1,8 @@
 """data/prompts/NAME.parquet: the prompts of a data set; written by prepare, read by generate.
 
-Columns: `id` (hash of messages and tools), `messages` and `tools` (JSON text, since Arrow would fill every object with
-every key), `prompt_ids` (int32 list: the first turn with the generation prompt), `source_row`.
-"""
+Columns: `id` (hash of messages and tools), `messages` and `tools` (JSON text, since Arrow would
+fill every object with every key), `prompt_ids` (int32 list: the first turn with the generation
+prompt), `source_row`."""
 
 import dataclasses
 import heapq
@@ -45,7 +45,8 @@ class Prompt:
 
 
 def rank(identifier: str) -> int:
-    """Place of a row in the order by which caps choose: a hash, so that a raised cap keeps the earlier rows."""
+    """Place of a row in the order by which caps choose: a hash, so that a raised cap keeps the
+    earlier rows."""
     return xxhash.xxh3_64_intdigest(identifier.encode())
 
 
@@ -67,7 +68,8 @@ class Kept:
 def select(
     rows: Iterable[tuple[int, dict | Exception]], dataset, limits, renderer: Renderer
 ) -> tuple[Kept, list, dict]:
-    """(prompts in order of rank, rejects, stats). Memory: a small entry per usable row, none of the rows themselves.
+    """(prompts in order of rank, rejects, stats). Memory: a small entry per usable row, none of the
+    rows themselves.
 
     `dataset` and `limits` are the sections `datasets.NAME` and `prompts` of params.yaml.
     """
@@ -135,18 +137,21 @@ def _prompt(number: int, row, dataset, limits, renderer: Renderer) -> Prompt:
 
 
 def refuse_if_too_many_rejected(name: str, stats: dict, rejects: list[dict], limit: float) -> None:
-    """Raises Refusal with the reasons and an example when the share of rejected rows passes `limit`, or no prompt is
-    left."""
+    """Raises Refusal with the reasons and an example when the share of rejected rows passes
+    `limit`, or no prompt is left."""
     reasons = ", ".join(f"{reason} {count}" for reason, count in stats["reasons"].items()) or "none"
     if not stats["rows"]:
         raise Refusal(
-            f"data set {name} is empty: its source has no rows; look at datasets.{name}.source in params.yaml"
+            f"data set {name} is empty: its source has no rows; look at datasets.{name}.source "
+            "in params.yaml"
         )
     if not stats["kept"] or stats["rejected"] / stats["rows"] > limit:
         first = rejects[0]
         raise Refusal(
-            f"data set {name}: {stats['rejected']} of {stats['rows']} rows rejected, more than prompts.max_reject_rate "
-            f"{limit} allows ({reasons}; the first is row {first['row']}: {first['reason']} {first['detail']}); set "
+            f"data set {name}: {stats['rejected']} of {stats['rows']} rows rejected, more than "
+            "prompts.max_reject_rate "
+            f"{limit} allows ({reasons}; the first is row {first['row']}: {first['reason']} "
+            f"{first['detail']}); set "
             f"datasets.{name}.format or columns, or raise the limit"
         )
 

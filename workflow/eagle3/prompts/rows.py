@@ -1,4 +1,5 @@
-"""Rows of data sets, whatever their shape, as conversations: checked messages with known roles, and tools."""
+"""Rows of data sets, whatever their shape, as conversations: checked messages with known roles, and
+tools."""
 
 import json
 from dataclasses import dataclass, field
@@ -32,7 +33,8 @@ KEPT_FIELDS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
 
 @dataclass(frozen=True)
 class Conversation:
-    """`messages`: role, content and the few other fields that templates read. `id`: hash of messages and tools."""
+    """`messages`: role, content and the few other fields that templates read. `id`: hash of
+    messages and tools."""
 
     messages: list[dict]
     tools: list = field(default_factory=list)
@@ -53,8 +55,9 @@ def read(row: Any, format: str, columns: dict[str, str]) -> Conversation:
 
 
 def without_none(value: Any) -> Any:
-    """Drops None-valued keys at any depth. Arrow gives every object every key that any object ever had, filled with
-    None; templates that ask `is defined` would see them, and copies of a row in Parquet and JSON would differ."""
+    """Drops None-valued keys at any depth. Arrow gives every object every key that any object ever
+    had, filled with None; templates that ask `is defined` would see them, and copies of a row in
+    Parquet and JSON would differ."""
     if isinstance(value, dict):
         return {k: without_none(v) for k, v in value.items() if v is not None}
     if isinstance(value, list):
@@ -226,10 +229,11 @@ def _checked(messages: list) -> list[dict]:
 
 
 def _number_calls(messages: list[dict]) -> None:
-    """Gives calls without an id one, and tool messages the id of the call that they answer, in order.
+    """Gives calls without an id one, and tool messages the id of the call that they answer, in
+    order.
 
-    Kimi's template prints both, and its ids are functions.NAME:INDEX, counted over the conversation.
-    """
+    Kimi's template prints both, and its ids are functions.NAME:INDEX, counted over the
+    conversation."""
     waiting: list[str] = []
     count = 0
     for message in messages:
@@ -273,7 +277,8 @@ def _text(content: Any) -> str:
 
 
 def open_turns(messages: list[dict], max_turns: int) -> list[dict]:
-    """The conversation with every assistant turn left open (`content` None) for the target to answer.
+    """The conversation with every assistant turn left open (`content` None) for the target to
+    answer.
 
     user, assistant, user -> user, OPEN, user, OPEN. Cut after `max_turns` open turns.
     """

@@ -1,8 +1,9 @@
-"""data/vocab/draft_vocab.safetensors: which target tokens the drafter can propose; written by vocab, read by train.
+"""data/vocab/draft_vocab.safetensors: which target tokens the drafter can propose; written by
+vocab, read by train.
 
-`d2t` int64 [D]: target id minus draft id. `t2d` bool [V]: whether a target token is in the draft vocabulary.
-Draft ids rise with target ids, so the two say the same and each can be checked against the other.
-"""
+`d2t` int64 [D]: target id minus draft id. `t2d` bool [V]: whether a target token is in the draft
+vocabulary. Draft ids rise with target ids, so the two say the same and each can be checked against
+the other."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -16,7 +17,8 @@ from eagle3.core.files import replacing
 
 
 def required_ids(tokenizer, stop_ids: Iterable[int], vocab_size: int) -> list[int]:
-    """Ids that are always in: special and stop tokens, and the single bytes from which any text can be spelled."""
+    """Ids that are always in: special and stop tokens, and the single bytes from which any text can
+    be spelled."""
     ids = set(stop_ids) | set(tokenizer.all_special_ids)
     ids |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     for i, token in enumerate(
@@ -28,16 +30,18 @@ def required_ids(tokenizer, stop_ids: Iterable[int], vocab_size: int) -> list[in
 
 
 def choose(counts: Counter, required: list[int], size: int, vocab_size: int) -> list[int]:
-    """Target ids of the draft vocabulary, rising. Most frequent first, ties by id, topped up with the lowest unused ids
-    where fewer than `size` tokens occur. Raises Refusal if `size` is impossible.
-    """
+    """Target ids of the draft vocabulary, rising. Most frequent first, ties by id, topped up with
+    the lowest unused ids where fewer than `size` tokens occur. Raises Refusal if `size` is
+    impossible."""
     if size > vocab_size:
         raise Refusal(
-            f"vocab.size is {size}, more than the target's vocabulary of {vocab_size}; lower vocab.size"
+            f"vocab.size is {size}, more than the target's vocabulary of {vocab_size}; lower "
+            "vocab.size"
         )
     if len(required) > size:
         raise Refusal(
-            f"vocab.size is {size}, but {len(required)} special, stop and byte tokens must be in it; raise it"
+            f"vocab.size is {size}, but {len(required)} special, stop and byte tokens must be in "
+            "it; raise it"
         )
     chosen = dict.fromkeys(required)
     by_frequency = sorted(counts, key=lambda i: (-counts[i], i))
@@ -58,10 +62,11 @@ def tensors(ids: list[int], vocab_size: int) -> dict[str, torch.Tensor]:
 
 
 def refuse_unless_consistent(d2t: torch.Tensor, t2d: torch.Tensor) -> torch.Tensor:
-    """The target ids [D] that both tensors name. Raises Refusal if they disagree or are out of range.
+    """The target ids [D] that both tensors name. Raises Refusal if they disagree or are out of
+    range.
 
-    A map that holds absolute ids instead of offsets, or repeats ids, serves without any error and drafts nonsense.
-    """
+    A map that holds absolute ids instead of offsets, or repeats ids, serves without any error and
+    drafts nonsense."""
     ids = d2t + torch.arange(len(d2t))
     if d2t.dtype != torch.int64 or t2d.dtype != torch.bool:
         raise Refusal(f"d2t is {d2t.dtype} and t2d {t2d.dtype}, not int64 and bool")
@@ -72,11 +77,13 @@ def refuse_unless_consistent(d2t: torch.Tensor, t2d: torch.Tensor) -> torch.Tens
         or not bool((ids[1:] > ids[:-1]).all())
     ):
         raise Refusal(
-            "d2t plus draft id does not rise within the target's vocabulary; d2t holds offsets, not ids"
+            "d2t plus draft id does not rise within the target's vocabulary; d2t holds offsets, "
+            "not ids"
         )
     if not torch.equal(ids, t2d.nonzero().flatten()):
         raise Refusal(
-            f"d2t names {len(ids)} target ids, t2d marks {int(t2d.sum())} others; both must come from one build"
+            f"d2t names {len(ids)} target ids, t2d marks {int(t2d.sum())} others; both must come "
+            "from one build"
         )
     return ids
 

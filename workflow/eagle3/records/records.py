@@ -1,8 +1,9 @@
-"""data/records/NAME.parquet: training sequences; written by tokenize, read by vocab, extract and bench.
+"""data/records/NAME.parquet: training sequences; written by tokenize, read by vocab, extract and
+bench.
 
-Columns: `id`, `input_ids` (int32 list), `loss_mask` (bool list: the tokens that the target wrote), `split`
-("train" or "validation", by hash of the conversation's id). Ids are the served ones; no text is tokenised again.
-"""
+Columns: `id`, `input_ids` (int32 list), `loss_mask` (bool list: the tokens that the target wrote),
+`split` ("train" or "validation", by hash of the conversation's id). Ids are the served ones; no
+text is tokenised again."""
 
 import json
 from collections import Counter
@@ -46,8 +47,9 @@ def split_of(identifier: str, validation_share: float) -> str:
 
 
 def sequences(turns: list[dict]) -> list[tuple[list[int], list[bool]]]:
-    """(ids, mask) of a conversation. Turns whose prompt extends what came before share a sequence; a template that
-    rewrites history (drops earlier reasoning, say) starts a new one, as the server saw it.
+    """(ids, mask) of a conversation. Turns whose prompt extends what came before share a sequence;
+    a template that rewrites history (drops earlier reasoning, say) starts a new one, as the server
+    saw it.
 
     prompts [1 2], [1 2 7 3], answers [7], [8] -> one sequence [1 2 7 3 8] with mask [0 0 1 0 1].
     """
@@ -64,7 +66,8 @@ def sequences(turns: list[dict]) -> list[tuple[list[int], list[bool]]]:
 
 
 def build(rows: Iterable[dict], params, stats: Counter) -> Iterator[Record]:
-    """Records of response rows; `params` is the section `records`. What is left out is counted in `stats`."""
+    """Records of response rows; `params` is the section `records`. What is left out is counted in
+    `stats`."""
     for row in rows:
         turns = row["turns"]
         if turns[-1]["finish_reason"] == "length":
@@ -119,8 +122,10 @@ def _refuse_unless_sane(path, stats: Counter, params) -> None:
     low, high = params.min_supervised_share, params.max_supervised_share
     if not low <= share <= high:
         raise Refusal(
-            f"{path}: {share:.1%} of {stats['tokens']} tokens are supervised, outside records.min_supervised_share "
-            f"{low:.1%} to max_supervised_share {high:.1%}; look at the answers, or widen the bounds"
+            f"{path}: {share:.1%} of {stats['tokens']} tokens are supervised, outside "
+            "records.min_supervised_share "
+            f"{low:.1%} to max_supervised_share {high:.1%}; look at the answers, or widen the "
+            "bounds"
         )
 
 
@@ -139,7 +144,8 @@ def read(path: str | Path, split: str | None = None) -> Iterator[Record]:
 
 
 def _lists(column: pa.ListArray, kind: str) -> Iterator[list]:
-    """column.to_pylist(), which makes a call for each token; captures would wait. (And to_numpy() imports all of pandas.)"""
+    """column.to_pylist(), which makes a call for each token; captures would wait. (And to_numpy()
+    imports all of pandas.)"""
     values, places = column.values, column.offsets.to_pylist()
     values = memoryview(values.buffers()[1] or b"").cast(kind)[values.offset :]
     for begin, end in zip(places, places[1:]):
@@ -151,7 +157,8 @@ def count(path: str | Path) -> int:
 
 
 def metadata(path: str | Path) -> dict:
-    """Counts of the file, and `greedy`: whether the target's likeliest tokens are what the records hold."""
+    """Counts of the file, and `greedy`: whether the target's likeliest tokens are what the records
+    hold."""
     return json.loads(parquet.ParquetFile(path).metadata.metadata[b"eaglemake"])
 
 

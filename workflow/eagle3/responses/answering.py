@@ -1,4 +1,5 @@
-"""Answering the prompts of a data set: what is wanted, what is there already, what is to go, and the final artifact."""
+"""Answering the prompts of a data set: what is wanted, what is there already, what is to go, and
+the final artifact."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,10 +16,11 @@ from eagle3.responses.status import Status
 
 
 class Answering:
-    """The state of one data set. Conversations are answered turn by turn; a turn's prompt holds the answers before it.
+    """The state of one data set. Conversations are answered turn by turn; a turn's prompt holds the
+    answers before it.
 
-    Memory: one small entry per prompt that is under way or failed, none per finished answer beyond the journal's index.
-    """
+    Memory: one small entry per prompt that is under way or failed, none per finished answer beyond
+    the journal's index."""
 
     def __init__(
         self,
@@ -41,7 +43,8 @@ class Answering:
         return min(self.sampling["max_new_tokens"], self.context_length - len(prompt_ids))
 
     def adopt(self, rows: Iterable[dict]) -> int:
-        """Takes answers of a published artifact into the journal, those that the present settings made. Their number."""
+        """Takes answers of a published artifact into the journal, those that the present settings
+        made. Their number."""
 
         def fitting():
             for row in rows:
@@ -59,9 +62,8 @@ class Answering:
     def progress_of(self, prompt: Prompt) -> tuple[list[dict], Request | None]:
         """(answered turns, request for the next one or None if the conversation is finished).
 
-        It ends early where an answer was cut (what follows would answer half a sentence) or the context is full.
-        Raises Reject when the first turn does not fit or the template fails.
-        """
+        It ends early where an answer was cut (what follows would answer half a sentence) or the
+        context is full. Raises Reject when the first turn does not fit or the template fails."""
         turns: list[dict] = []
         messages = [dict(m) for m in prompt.messages]
         for place in [
@@ -100,8 +102,8 @@ class Answering:
         return turns, None
 
     def count(self) -> tuple[int, int, int]:
-        """(prompts wanted, prompts finished, tokens of their answers). With a token budget more may be wanted in the
-        end: how many prompts hold it is known when they are answered."""
+        """(prompts wanted, prompts finished, tokens of their answers). With a token budget more may
+        be wanted in the end: how many prompts hold it is known when they are answered."""
         wanted = finished = tokens = 0
         for prompt in prompt_files.read(self.path):
             if self.token_budget is not None and tokens >= self.token_budget:
@@ -116,11 +118,12 @@ class Answering:
         return wanted, finished, tokens
 
     def requests(self) -> Iterator[Request]:
-        """The first missing turn of every prompt, in prompt order, until the token budget is reached.
+        """The first missing turn of every prompt, in prompt order, until the token budget is
+        reached.
 
-        Answers in flight at that moment finish and count; since all prompts before them have been asked too, the cut
-        (the shortest run of prompts from the first that holds the budget) is the same whatever the order of arrival.
-        """
+        Answers in flight at that moment finish and count; since all prompts before them have been
+        asked too, the cut (the shortest run of prompts from the first that holds the budget) is the
+        same whatever the order of arrival."""
         for prompt in prompt_files.read(self.path):
             if self.token_budget is not None and self.tokens >= self.token_budget:
                 return
@@ -135,7 +138,8 @@ class Answering:
                 yield request
 
     def on_result(self, result: Result) -> Request | None:
-        """Records an answer or an error; returns the request for the conversation's next turn, if there is one."""
+        """Records an answer or an error; returns the request for the conversation's next turn, if
+        there is one."""
         request = result.request
         if result.error:
             self._fail(request.row_id, request.turn, result.error, result.detail, result.tries)
@@ -193,7 +197,8 @@ class Answering:
                 turns, missing = self.progress_of(prompt)
                 if missing:
                     raise Refusal(
-                        f"prompt {prompt.id} has neither an answer nor an error; run the same command again"
+                        f"prompt {prompt.id} has neither an answer nor an error; run the same "
+                        "command again"
                     )
                 writer.answer(prompt.id, turns)
                 tokens += sum(len(turn["output_ids"]) for turn in turns)
@@ -201,11 +206,12 @@ class Answering:
 
 
 def given_turns(prompt: Prompt, renderer: Renderer, max_answer_tokens: int) -> list[dict]:
-    """The turns of a conversation that already has its answers, as if the target had just given them.
+    """The turns of a conversation that already has its answers, as if the target had just given
+    them.
 
-    An answer is what its rendering adds to the rendered prompt, compared id by id; no text is searched. Raises Reject
-    where a template changes the prompt when the answer is added, or an answer is too long.
-    """
+    An answer is what its rendering adds to the rendered prompt, compared id by id; no text is
+    searched. Raises Reject where a template changes the prompt when the answer is added, or an
+    answer is too long."""
     turns = []
     for place in [i for i, m in enumerate(prompt.messages) if m["role"] == "assistant"]:
         ids = renderer.prompt_ids(prompt.messages[:place], prompt.tools)
@@ -263,6 +269,7 @@ def refuse_if_too_many_errors(name: str, writer: responses.Writer, limit: float)
     total = writer.answered + writer.failed
     if not writer.answered or writer.failed / total > limit:
         raise Refusal(
-            f"data set {name}: {writer.failed} of {total} prompts have no answer, more than generate.max_error_rate "
+            f"data set {name}: {writer.failed} of {total} prompts have no answer, more than "
+            "generate.max_error_rate "
             f"{limit} allows; reasons: {writer.reasons()}"
         )

@@ -1,4 +1,5 @@
-"""What an engine is: something that takes requests and hands back results, as many at once as it likes."""
+"""What an engine is: something that takes requests and hands back results, as many at once as it
+likes."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,7 +20,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Result:
-    """An answer (`output_ids` with the stop token, if one came) or, with `error`, the reason why there is none."""
+    """An answer (`output_ids` with the stop token, if one came) or, with `error`, the reason why
+    there is none."""
 
     request: Request
     output_ids: list[int] = field(default_factory=list)
@@ -32,10 +34,10 @@ class Result:
 class Engine(Protocol):
     """A context: `with engine as made_by: engine.run(…)`. Entering makes it ready to answer.
 
-    `made_by` says what answers: engine, versions, numerics as the running engine reports them, settings; nothing that
-    differs from run to run, since it becomes part of the artifact.
-    `run` takes requests lazily, calls `on_result` once for each, and runs what that returns (the next turn) too.
-    """
+    `made_by` says what answers: engine, versions, numerics as the running engine reports them,
+    settings; nothing that differs from run to run, since it becomes part of the artifact.
+    `run` takes requests lazily, calls `on_result` once for each, and runs what that returns (the
+    next turn) too."""
 
     def __enter__(self) -> dict[str, Any]: ...
 

@@ -1,8 +1,9 @@
-"""The journal of a data set: one line per finished answer, appended as it finishes, found again by its key.
+"""The journal of a data set: one line per finished answer, appended as it finishes, found again by
+its key.
 
-The key is a digest of what determines an answer: prompt ids, room for the answer, sampling with seed, and the target's
-numerics. Lines made under other numerics stay in the file and are simply not found, until those parameters return.
-"""
+The key is a digest of what determines an answer: prompt ids, room for the answer, sampling with
+seed, and the target's numerics. Lines made under other numerics stay in the file and are simply not
+found, until those parameters return."""
 
 import json
 import os
@@ -22,15 +23,16 @@ SYNC_EVERY = 5.0  # seconds of answers that a power cut may cost; a killed proce
 
 
 def answer_key(stamp: str, prompt_ids: list[int], max_new_tokens: int) -> str:
-    """32 hex digits. `stamp`: digest of sampling and numerics. The longest possible answer counts too: where the
-    context is nearly full it is shorter than the sampling says."""
+    """32 hex digits. `stamp`: digest of sampling and numerics. The longest possible answer counts
+    too: where the context is nearly full it is shorter than the sampling says."""
     digest = xxhash.xxh3_128(stamp.encode())
     digest.update(array("q", [max_new_tokens, *prompt_ids]).tobytes())
     return digest.hexdigest()
 
 
 def is_success(row: Any) -> bool:
-    """Whether a line is a whole, usable answer: known finish reason, ids that are ints and not none at all."""
+    """Whether a line is a whole, usable answer: known finish reason, ids that are ints and not none
+    at all."""
     return (
         isinstance(row, dict)
         and isinstance(row.get("key"), str)
@@ -42,12 +44,11 @@ def is_success(row: Any) -> bool:
 
 
 class Journal:
-    """`journal.jsonl` in `folder`, open for appending. Holds one offset per key in memory (about 160 bytes), never the
-    answers. One process at a time: the stage's lock sees to that.
+    """`journal.jsonl` in `folder`, open for appending. Holds one offset per key in memory (about
+    160 bytes), never the answers. One process at a time: the stage's lock sees to that.
 
-    `settings` (sampling and numerics) are kept beside it in `settings/DIGEST.json`, so that a change can be named, and
-    what answered under them in `made_by/DIGEST.json`.
-    """
+    `settings` (sampling and numerics) are kept beside it in `settings/DIGEST.json`, so that a
+    change can be named, and what answered under them in `made_by/DIGEST.json`."""
 
     def __init__(self, folder: str | Path, settings: dict[str, Any]):
         self.folder = Path(folder)
@@ -65,7 +66,8 @@ class Journal:
         self.reader = open(self.path, "rb")
 
     def _repair(self) -> int:
-        """Cuts a last line that a kill left unfinished, so that the next append does not continue it. Bytes cut."""
+        """Cuts a last line that a kill left unfinished, so that the next append does not continue
+        it. Bytes cut."""
         if not self.path.exists():
             return 0
         with open(self.path, "rb+") as file:
@@ -117,7 +119,8 @@ class Journal:
         return row
 
     def append(self, row: dict) -> None:
-        """Adds a finished answer: one write of one whole line. Answers that are there already are not added again.
+        """Adds a finished answer: one write of one whole line. Answers that are there already are
+        not added again.
 
         Raises ValueError for a row that is no success.
         """
@@ -145,7 +148,8 @@ class Journal:
             write_json(self.folder / "made_by" / f"{self.stamp}.json", [*known, maker])
 
     def adopt(self, rows: Iterable[dict]) -> int:
-        """Takes over answers of a published artifact whose key belongs to these settings. Returns their number."""
+        """Takes over answers of a published artifact whose key belongs to these settings. Returns
+        their number."""
         before = len(self.offsets)
         for row in rows:
             if is_success(row):
@@ -153,7 +157,8 @@ class Journal:
         return len(self.offsets) - before
 
     def foreign_reasons(self) -> list[str]:
-        """For each other settings in the file: how many answers, and the fields that differ with both values."""
+        """For each other settings in the file: how many answers, and the fields that differ with
+        both values."""
         lines = []
         for stamp, count in self.foreign.items():
             path = self.folder / "settings" / f"{stamp}.json"
@@ -164,7 +169,8 @@ class Journal:
                 if other.get(name) != value
             ]
             lines.append(
-                f"{count} answers were made under other settings ({'; '.join(differing) or 'unknown'}); they are "
+                f"{count} answers were made under other settings "
+                f"({'; '.join(differing) or 'unknown'}); they are "
                 "not used, and kept for the day these settings return"
             )
         return lines

@@ -1,7 +1,8 @@
 """data/responses/NAME/: the answers of a data set; written by generate, read by tokenize.
 
-`raw_responses.jsonl`: one row per prompt in prompt order, {"id", "turns": [{"key", "prompt_ids", "output_ids", "text",
-"finish_reason", "usage"}]}. `errors.jsonl`: the prompts without an answer, {"id", "turn", "reason", "detail", "tries"}.
+`raw_responses.jsonl`: one row per prompt in prompt order, {"id", "turns": [{"key", "prompt_ids",
+"output_ids", "text", "finish_reason", "usage"}]}. `errors.jsonl`: the prompts without an answer,
+{"id", "turn", "reason", "detail", "tries"}.
 `fingerprint.json`: what made the answers. Rows of both files together are the prompts, always.
 """
 
@@ -45,11 +46,12 @@ class Writer:
 
 
 def looks_broken(output_ids: list[int], text: str) -> bool:
-    """Whether an answer ends in a loop (64 tokens with at most 4 different ones) or has unreadable characters in it.
+    """Whether an answer ends in a loop (64 tokens with at most 4 different ones) or has unreadable
+    characters in it.
 
-    A server whose memory ran out, or whose kernels are wrong, answers so with every sign of success; a small model loops
-    by itself now and then. What counts is the share. A character that the last token cuts in half is no sign.
-    """
+    A server whose memory ran out, or whose kernels are wrong, answers so with every sign of
+    success; a small model loops by itself now and then. What counts is the share. A character that
+    the last token cuts in half is no sign."""
     return "\ufffd" in text.rstrip("\ufffd") or (
         len(output_ids) >= 64 and len(set(output_ids[-65:-1])) <= 4
     )
@@ -73,7 +75,8 @@ def read(folder: str | Path) -> Iterator[dict]:
     for row in read_jsonl(Path(folder) / ROWS):
         if not row.get("turns"):
             raise Refusal(
-                f"{folder}/{ROWS}: row {row.get('id')} has no turns; run `dvc repro -f` for its stage"
+                f"{folder}/{ROWS}: row {row.get('id')} has no turns; run `dvc repro -f` for its "
+                "stage"
             )
         yield row
 
@@ -83,7 +86,8 @@ def fingerprint(folder: str | Path) -> dict:
 
 
 def made_by(fingerprint: dict[str, Any]) -> str:
-    """Who answered, in which numerics, with which sampling, in one line of what is in fingerprint.json."""
+    """Who answered, in which numerics, with which sampling, in one line of what is in
+    fingerprint.json."""
     numerics, sampling = fingerprint.get("numerics", {}), fingerprint.get("sampling", {})
     makers = {
         _maker(maker): None for maker in fingerprint.get("made_by", []) if isinstance(maker, dict)

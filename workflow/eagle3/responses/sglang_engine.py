@@ -1,8 +1,8 @@
 """Answers from SGLang servers over HTTP: many requests at once, none lost, none twice, none mixed.
 
-An answer counts only if it is whole and belongs to its request (`checked`). A server that dies, hangs or refuses costs
-time, never a row: the request is tried again, elsewhere if there is another server.
-"""
+An answer counts only if it is whole and belongs to its request (`checked`). A server that dies,
+hangs or refuses costs time, never a row: the request is tried again, elsewhere if there is another
+server."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,8 @@ LONGEST_PAUSE = 30.0
 
 
 class Again(Exception):
-    """This try failed, another may not. `costs`: it counts as one of the row's tries. `down`: the server is suspect."""
+    """This try failed, another may not. `costs`: it counts as one of the row's tries. `down`: the
+    server is suspect."""
 
     def __init__(self, reason: str, detail: str = "", costs: bool = True, down: bool = False):
         super().__init__(f"{reason}: {detail}")
@@ -48,7 +49,8 @@ class Permanent(Exception):
 
 
 class Endpoint:
-    """A server's address with the requests that it is working on. `down`: no requests until it is ready again."""
+    """A server's address with the requests that it is working on. `down`: no requests until it is
+    ready again."""
 
     def __init__(self, url: str):
         self.url = url
@@ -66,7 +68,8 @@ class Endpoint:
 
 
 class SGLangEngine:
-    """Client of one server that a supervisor owns, or of several that others run (`server.endpoints`).
+    """Client of one server that a supervisor owns, or of several that others run
+    (`server.endpoints`).
 
     `settings` and `runtime` are the sections `server` and `runtime` of params.yaml.
     """
@@ -90,7 +93,8 @@ class SGLangEngine:
         )
         found = self.server.fingerprint
         self.say(
-            f"server ready: SGLang {found['version']}, dtype {found['dtype']}, KV cache {found['kv_cache_dtype']}, "
+            f"server ready: SGLang {found['version']}, dtype {found['dtype']}, KV cache "
+            f"{found['kv_cache_dtype']}, "
             f"quantisation {found['quantization']}, context {found['context_length']}"
         )
         reported = {k: v for k, v in found.items() if k != "model_path"}
@@ -128,13 +132,14 @@ class SGLangEngine:
             (FOLDER if self.server.folder else SERVERS) / "slots", self.runtime.concurrency
         )
         self.open = 0  # requests taken and not finished: while there are any, more may follow
-        # A row that was in flight at several deaths of its server may be their cause: it goes on in ever smaller
-        # company, until it dies alone or is cleared.
+        # A row that was in flight at several deaths of its server may be their cause: it goes on in
+        # ever smaller company, until it dies alone or is cleared.
         self.lanes = {
             2: asyncio.Semaphore(max(1, self.runtime.concurrency // 16)),
             3: asyncio.Semaphore(1),
         }
-        # No limit of the client's own: a request's time runs from when it is sent, never from when it queues.
+        # No limit of the client's own: a request's time runs from when it is sent, never from when
+        # it queues.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3)  # less than the server's 5 s
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=30)
         async with aiohttp.ClientSession(
@@ -156,7 +161,8 @@ class SGLangEngine:
 
     async def _work(self, requests: Iterator[Request], on_result, slots: Slots) -> None:
         while True:
-            # A conversation's next turn goes before a new conversation, so that what is begun gets finished.
+            # A conversation's next turn goes before a new conversation, so that what is begun gets
+            # finished.
             request = self.following.popleft() if self.following else next(requests, None)
             if request is None:
                 if not self.open:
@@ -206,14 +212,16 @@ class SGLangEngine:
             await asyncio.sleep(pause * random.uniform(0.5, 1))
 
     async def _endpoint(self, last: Endpoint | None) -> Endpoint:
-        """The server with the fewest requests; not the one that just failed if there is another. Waits for one."""
+        """The server with the fewest requests; not the one that just failed if there is another.
+        Waits for one."""
         while not (up := [e for e in self.endpoints if e.down_since is None]):
             await asyncio.sleep(0.02)
         return min([e for e in up if e is not last] or up, key=lambda e: len(e.deadlines))
 
     async def _ask(self, endpoint: Endpoint, request: Request) -> tuple[list[int], str]:
         """(ids, "stop" or "length"). Raises Again or Permanent."""
-        identity = f"{request.key}-{time.monotonic_ns():x}"  # names this try: an answer to an earlier one is no answer
+        # names this try: an answer to an earlier one is no answer
+        identity = f"{request.key}-{time.monotonic_ns():x}"
         body = {
             "rid": identity,
             "input_ids": request.prompt_ids,
@@ -270,7 +278,8 @@ class SGLangEngine:
         return params
 
     async def _last_event(self, endpoint: Endpoint, response) -> bytes:
-        """The last event of the stream: the whole answer. Earlier ones are signs of life and are not even parsed."""
+        """The last event of the stream: the whole answer. Earlier ones are signs of life and are
+        not even parsed."""
         last, rest = b"", b""
         async for chunk in response.content.iter_any():
             endpoint.alive()
@@ -283,8 +292,9 @@ class SGLangEngine:
         raise Again("cut", "the stream ended without its end mark")
 
     async def _watch(self) -> None:
-        """Brings back servers that are down, and gives up those that hold requests and give no token: the time since
-        the last token is what counts, of any request, since a long answer or a long queue is no failure."""
+        """Brings back servers that are down, and gives up those that hold requests and give no
+        token: the time since the last token is what counts, of any request, since a long answer or
+        a long queue is no failure."""
         loop, patience = asyncio.get_running_loop(), self.runtime.stall_timeout
         while True:
             await asyncio.sleep(0.05)
@@ -303,7 +313,8 @@ class SGLangEngine:
                     endpoint.token_at = now
                 elif now - endpoint.token_at > patience:
                     self.say(
-                        f"{endpoint.url}: {len(endpoint.deadlines)} requests and no token for {patience:.0f} s"
+                        f"{endpoint.url}: {len(endpoint.deadlines)} requests and no token for "
+                        f"{patience:.0f} s"
                     )
                     endpoint.take_down()
                     self.server.report_stuck()
@@ -313,7 +324,8 @@ class SGLangEngine:
                 e.down_since is not None and now - e.down_since > patience for e in self.endpoints
             ):
                 raise Refusal(
-                    f"no token from {', '.join(self.server.urls)} for {patience:.0f} s; finished rows are kept: "
+                    f"no token from {', '.join(self.server.urls)} for {patience:.0f} s; finished "
+                    "rows are kept: "
                     "start a server and run the same command again"
                 )
 
@@ -328,7 +340,8 @@ class SGLangEngine:
 def checked(
     event: bytes, request: Request, identity: str, vocab_size: int
 ) -> tuple[list[int], str]:
-    """(ids, "stop" or "length") of an answer that is whole and belongs to `request`. Raises Again or Permanent."""
+    """(ids, "stop" or "length") of an answer that is whole and belongs to `request`. Raises Again
+    or Permanent."""
     try:
         answer = json.loads(event)
         if "error" in answer:
@@ -359,7 +372,8 @@ def checked(
     if len(ids) > request.max_new_tokens or meta.get("completion_tokens", len(ids)) != len(ids):
         raise Again(
             "wrong_ids",
-            f"{len(ids)} ids, {meta.get('completion_tokens')} counted, {request.max_new_tokens} asked",
+            f"{len(ids)} ids, {meta.get('completion_tokens')} counted, {request.max_new_tokens} "
+            "asked",
         )
     if kind == "length" and len(ids) < request.max_new_tokens:
         raise Again("wrong_ids", f"cut at {len(ids)} ids, {request.max_new_tokens} asked")

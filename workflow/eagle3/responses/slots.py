@@ -1,5 +1,5 @@
-"""Places for requests that all processes of a build share, so that two data sets at once ask a server for no more than
-one does: `runtime.concurrency` is the server's limit, whoever sends."""
+"""Places for requests that all processes of a build share, so that two data sets at once ask a
+server for no more than one does: `runtime.concurrency` is the server's limit, whoever sends."""
 
 import asyncio
 import contextlib
@@ -12,8 +12,9 @@ PAUSE = 0.02  # seconds until a process that found every place taken looks again
 
 
 class Slots:
-    """`count` places; the file at `path` is where processes see each other's. A place is a lock on one byte of it, which
-    the kernel frees when its holder dies. One object per process and file: closing a second one would free all."""
+    """`count` places; the file at `path` is where processes see each other's. A place is a lock on
+    one byte of it, which the kernel frees when its holder dies. One object per process and file:
+    closing a second one would free all."""
 
     def __init__(self, path: Path, count: int):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,5 @@
-"""How generation stands: written by the stage that runs, read by `make status`, during a run and after a crash."""
+"""How generation stands: written by the stage that runs, read by `make status`, during a run and
+after a crash."""
 
 import json
 import os
@@ -55,7 +56,8 @@ class Status:
         self.bar.__exit__(kind)
 
     def answered(self, tokens: int, truncated: bool, finished: bool) -> None:
-        """Counts an answer; `finished`: it was the last one of its prompt, as one that was cut always is."""
+        """Counts an answer; `finished`: it was the last one of its prompt, as one that was cut
+        always is."""
         self.made += tokens
         self.state["answered"] += finished
         self.state["truncated"] += truncated
@@ -180,7 +182,8 @@ def _of_own_server(state: dict[str, Any]) -> list[str]:
 
 
 def metrics(url: str) -> str:
-    """Running and queued requests, KV-cache use and throughput from a server's metrics page; "" without one."""
+    """Running and queued requests, KV-cache use and throughput from a server's metrics page; ""
+    without one."""
     try:
         with OPENER.open(f"{url}/metrics", timeout=3) as page:
             text = page.read().decode(errors="replace")

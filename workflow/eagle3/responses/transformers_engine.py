@@ -1,4 +1,5 @@
-"""Answers in process through transformers: batches of similar length, every row with its own random draws."""
+"""Answers in process through transformers: batches of similar length, every row with its own random
+draws."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -16,9 +17,8 @@ WINDOW = 8  # batches that are sorted by length together
 class RowSampling(transformers.LogitsProcessor):
     """Sampling whose draws depend on a row's own seed and position only, not on its batch.
 
-    Adding Gumbel noise to log-probabilities and taking the largest draws from the distribution (Gumbel-max), so greedy
-    search over these scores samples.
-    """
+    Adding Gumbel noise to log-probabilities and taking the largest draws from the distribution
+    (Gumbel-max), so greedy search over these scores samples."""
 
     def __init__(self, seeds: list[int], sampling, prompt_length: int):
         self.seeds, self.prompt_length = seeds, prompt_length

@@ -1,8 +1,9 @@
-"""The SGLang server as its users see it: what is asked for, a lease on it, and the check that it is what was asked for.
+"""The SGLang server as its users see it: what is asked for, a lease on it, and the check that it is
+what was asked for.
 
-`with lease(settings, target) as server:` attaches to the machine's server if it runs in exactly this configuration,
-and has a supervisor (`eagle3.serving.supervisor`) start it otherwise. `settings` is the section `server` of params.yaml.
-"""
+`with lease(settings, target) as server:` attaches to the machine's server if it runs in exactly
+this configuration, and has a supervisor (`eagle3.serving.supervisor`) start it otherwise.
+`settings` is the section `server` of params.yaml."""
 
 import contextlib
 import fcntl
@@ -41,14 +42,16 @@ OURS = {
 
 
 def flags_for(settings, target: Target, more: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Flags of launch_server: those that follow from the target, then `server.flags`, then a stage's own (`more`).
+    """Flags of launch_server: those that follow from the target, then `server.flags`, then a
+    stage's own (`more`).
 
-    Raises Refusal if `server.flags` sets what decides the answers: it would change them and make nothing stale.
-    """
+    Raises Refusal if `server.flags` sets what decides the answers: it would change them and make
+    nothing stale."""
     for name in settings.flags:
         if owner := NUMERICS.get(name.replace("_", "-")) or OURS.get(name.replace("_", "-")):
             raise Refusal(
-                f"server.flags.{name} is {settings.flags[name]!r}, but that flag is set by {owner}; "
+                f"server.flags.{name} is {settings.flags[name]!r}, but that flag is set by "
+                f"{owner}; "
                 "remove it from server.flags"
             )
     info = target.info
@@ -107,7 +110,8 @@ def specification(
 
 
 def refuse_if_other(found: dict[str, Any], target: Target, url: str) -> None:
-    """Compares what a server reports with what was asked for. Raises Refusal naming the field and both values."""
+    """Compares what a server reports with what was asked for. Raises Refusal naming the field and
+    both values."""
     info = target.info
     if found["weight_version"] != target.digest:
         same = (
@@ -117,20 +121,24 @@ def refuse_if_other(found: dict[str, Any], target: Target, url: str) -> None:
         )
         if not same:
             raise Refusal(
-                f"the server at {url} runs {found['model_path']} (weight version {found['weight_version']}), not "
-                f"{target.path} (digest {target.digest}); start it with `--weight-version {target.digest}` if it is it"
+                f"the server at {url} runs {found['model_path']} (weight version "
+                f"{found['weight_version']}), not "
+                f"{target.path} (digest {target.digest}); start it with `--weight-version "
+                f"{target.digest}` if it is it"
             )
     for field in ("kv_cache_dtype", "quantization", "dtype", "context_length"):
         asked, reported = info[field], found.get(field)
         if (asked or "auto") != (reported or "auto"):
             raise Refusal(
-                f"the server at {url} reports {field} {reported!r}, but target.{field} is {asked!r}; restart "
+                f"the server at {url} reports {field} {reported!r}, but target.{field} is "
+                f"{asked!r}; restart "
                 f"the server, or set target.{field} to what it reports"
             )
 
 
 class Lease:
-    """The right to use servers. `urls`: where they are. `fingerprint`: what the first one reported."""
+    """The right to use servers. `urls`: where they are. `fingerprint`: what the first one
+    reported."""
 
     def __init__(self, urls: list[str], target: Target, folder: Path | None):
         self.urls, self.target, self.folder = urls, target, folder
@@ -140,10 +148,11 @@ class Lease:
         )
 
     def state(self, url: str, patience: float = 60) -> str:
-        """ "ready", or "down" while it may come back. Raises Refusal if it will not, or is not what was asked for.
+        """ "ready", or "down" while it may come back. Raises Refusal if it will not, or is not what
+        was asked for.
 
-        For a server that a supervisor owns its word counts; another one must generate a token within `patience` s.
-        """
+        For a server that a supervisor owns its word counts; another one must generate a token
+        within `patience` s."""
         if self.folder is None:
             if not supervisor.generates(url, patience):
                 return "down"
@@ -155,7 +164,8 @@ class Lease:
         state = read_state(self.folder)
         if not alive(state):
             raise Refusal(
-                f"the supervisor of the server ended; see {self.folder / 'supervisor.log'}, then run the same "
+                f"the supervisor of the server ended; see {self.folder / 'supervisor.log'}, then "
+                "run the same "
                 "command again: finished rows are kept"
             )
         if state["phase"] == "failed":
@@ -166,13 +176,15 @@ class Lease:
         return "ready" if start_time(state["server"]) else "down"
 
     def report_stuck(self) -> None:
-        """Has the supervisor end and restart a server that gives no more tokens; others' servers are left alone."""
+        """Has the supervisor end and restart a server that gives no more tokens; others' servers
+        are left alone."""
         if self.folder and alive(state := read_state(self.folder)):
             self.stuck = state["server"]
             os.kill(state["supervisor"][0], signal.SIGUSR1)
 
     def wait(self, patience: float) -> None:
-        """Returns when one server is ready. Raises Refusal when all stay away for `patience` seconds, or fail."""
+        """Returns when one server is ready. Raises Refusal when all stay away for `patience`
+        seconds, or fail."""
         end = time.monotonic() + patience
         while True:
             for url in self.urls:
@@ -185,7 +197,8 @@ class Lease:
                     return
             if time.monotonic() > end:
                 raise Refusal(
-                    f"no token from {', '.join(self.urls)} within {patience:.0f} s; are the servers running?"
+                    f"no token from {', '.join(self.urls)} within {patience:.0f} s; are the "
+                    "servers running?"
                 )
             time.sleep(0.1 if self.folder else 2)
 
@@ -208,8 +221,9 @@ def lease(
     environment: dict[str, str] | None = None,
     say: Callable[[str], None] = print,
 ) -> Iterator[Lease]:
-    """A server in this configuration, ready, for as long as the block lasts. `more`, `environment`: a stage's own
-    flags and variables. Raises Refusal if it cannot be had: the log's tail, a port that is taken, another model."""
+    """A server in this configuration, ready, for as long as the block lasts. `more`, `environment`:
+    a stage's own flags and variables. Raises Refusal if it cannot be had: the log's tail, a port
+    that is taken, another model."""
     if settings.endpoints:
         given = Lease([url.rstrip("/") for url in settings.endpoints], target, None)
         given.wait(min(60.0, settings.start_timeout))
@@ -226,7 +240,8 @@ def lease(
 
 
 def warm(settings, target: Target, say: Callable[[str], None] = print) -> None:
-    """Starts the server without waiting for it, for the build that drives this process; nothing if one is there."""
+    """Starts the server without waiting for it, for the build that drives this process; nothing if
+    one is there."""
     driver = driving_ancestors()[-1:]
     if settings.endpoints or not driver or alive(read_state()):
         return
@@ -245,7 +260,8 @@ def stop(say: Callable[[str], None] = print) -> None:
 
 
 def _attach(folder: Path, spec: dict[str, Any], holders, say) -> None:
-    """Holds a shared lock on `holders` when a supervisor of this very configuration runs. One comer at a time."""
+    """Holds a shared lock on `holders` when a supervisor of this very configuration runs. One comer
+    at a time."""
     told = ""
     while True:
         with open(folder / "door", "a") as door:
@@ -265,7 +281,10 @@ def _attach(folder: Path, spec: dict[str, Any], holders, say) -> None:
             ):
                 return
             if _others(holders):
-                wait = f"the server at {state['url']} runs in another configuration and is in use; waiting for it"
+                wait = (
+                    f"the server at {state['url']} runs in another configuration and is in "
+                    "use; waiting for it"
+                )
                 fcntl.flock(holders, fcntl.LOCK_UN)
             else:
                 wait = f"stopping the server at {state['url']}, which runs in another configuration"

@@ -1,13 +1,15 @@
-"""The process that owns one SGLang server: starts it, restarts it after a crash, stops it when nobody needs it.
+"""The process that owns one SGLang server: starts it, restarts it after a crash, stops it when
+nobody needs it.
 
-Alone: `python -m eagle3.serving.supervisor FOLDER`; `eagle3.serving.server.lease` starts it so. FOLDER holds `spec.json` (what to
-run), `state.json` (how it stands, rewritten at every change), `server.log`, and two lock files that the kernel frees
-when their holders die: `supervisor` (this process) and `leases` (shared, everyone who uses the server).
+Alone: `python -m eagle3.serving.supervisor FOLDER`; `eagle3.serving.server.lease` starts it so.
+FOLDER holds `spec.json` (what to run), `state.json` (how it stands, rewritten at every change),
+`server.log`, and two lock files that the kernel frees when their holders die: `supervisor` (this
+process) and `leases` (shared, everyone who uses the server).
 
-Nothing is left behind: the server and its workers are one process group, killed as a whole; a shell waits on a pipe
-from this process and kills the group when the pipe closes, so even `kill -9` of this process takes the server along.
-The server ends when no lease has been held for `idle_timeout`, or at once when the build that wanted it has ended.
-"""
+Nothing is left behind: the server and its workers are one process group, killed as a whole; a shell
+waits on a pipe from this process and kills the group when the pipe closes, so even `kill -9` of
+this process takes the server along. The server ends when no lease has been held for `idle_timeout`,
+or at once when the build that wanted it has ended."""
 
 import contextlib
 import ctypes
@@ -46,8 +48,8 @@ def fetch(url: str, body: Any = None, timeout: float = 10) -> Any:
 
 
 def generates(url: str, timeout: float) -> bool:
-    """Whether the server answers with a token: the only sign that counts. Open ports and green health pages come
-    minutes before, and stay after the scheduler has died."""
+    """Whether the server answers with a token: the only sign that counts. Open ports and green
+    health pages come minutes before, and stay after the scheduler has died."""
     body = {
         "input_ids": [1, 2, 3],
         "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True},
@@ -60,7 +62,8 @@ def generates(url: str, timeout: float) -> bool:
 
 
 def fingerprint(url: str, timeout: float = 60) -> dict[str, Any]:
-    """What the running server says of itself, by the names that its versions share. Raises OSError or ValueError."""
+    """What the running server says of itself, by the names that its versions share. Raises OSError
+    or ValueError."""
     model, server = {}, {}
     for found, names in (
         (model, ("model_info", "get_model_info")),
@@ -104,8 +107,9 @@ def members(group: int) -> list[int]:
 
 
 def kill_group(group: int, grace: float = 0, patience: float = 60) -> bool:
-    """Ends a process group: SIGTERM, after `grace` seconds SIGKILL, and waits until no member is left (a worker that
-    still gives back GPU memory is a member). False if some member outlives `patience`."""
+    """Ends a process group: SIGTERM, after `grace` seconds SIGKILL, and waits until no member is
+    left (a worker that still gives back GPU memory is a member). False if some member outlives
+    `patience`."""
     signals = ([(signal.SIGTERM, grace)] if grace else []) + [(signal.SIGKILL, patience)]
     for sig, seconds in signals:
         with contextlib.suppress(OSError):
@@ -263,7 +267,8 @@ class Supervisor:
                 )
             except OSError as error:
                 raise Failed(
-                    f"cannot run {self.spec['command'][0]} ({error.strerror}); set server.python or "
+                    f"cannot run {self.spec['command'][0]} ({error.strerror}); set server.python "
+                    "or "
                     "server.command in params.yaml"
                 ) from None
         self.guard = subprocess.Popen(
@@ -276,7 +281,8 @@ class Supervisor:
         self.tell("starting")
 
     def _free_port(self) -> None:
-        """Raises Failed if someone else's process has the port; what a killed run of ours left there is ended."""
+        """Raises Failed if someone else's process has the port; what a killed run of ours left
+        there is ended."""
         host, port = self.spec["host"], self.spec["port"]
         for _ in range(2):
             if port_is_free(host, port):
@@ -285,7 +291,8 @@ class Supervisor:
             owner = belongs_to(holder) if holder else None
             if owner == str(self.folder):
                 print(
-                    f"port {port} was held by process {holder}, the orphan of a killed run; ended it",
+                    f"port {port} was held by process {holder}, the orphan of a killed run; "
+                    "ended it",
                     flush=True,
                 )
                 self.state["note"] = (
@@ -295,17 +302,20 @@ class Supervisor:
                 continue
             if owner:
                 raise Failed(
-                    f"port {port} is held by process {holder}, the server of the build in {owner}; wait for "
+                    f"port {port} is held by process {holder}, the server of the build in "
+                    f"{owner}; wait for "
                     "it, or set server.port"
                 )
             raise Failed(
-                f"port {port} is held by process {holder or 'of another user'} ({command_of(holder)}); stop "
+                f"port {port} is held by process {holder or 'of another user'} "
+                f"({command_of(holder)}); stop "
                 "it, set server.port, or name it in server.endpoints if it serves this target"
             )
         raise Failed(f"port {port} does not become free; set server.port")
 
     def _bring_up(self) -> str | None:
-        """Waits for the first token. Returns why it will not come, or None (also when nobody wants it any more)."""
+        """Waits for the first token. Returns why it will not come, or None (also when nobody wants
+        it any more)."""
         begun = time.monotonic()
         first = threading.Event()
 
@@ -323,7 +333,10 @@ class Supervisor:
             if not self._wanted():
                 return None
             if (waited := time.monotonic() - begun) > self.spec["start_timeout"]:
-                return f"the server gave no token in {waited:.0f} s (server.start_timeout); {self._tail()}"
+                return (
+                    f"the server gave no token in {waited:.0f} s (server.start_timeout); "
+                    f"{self._tail()}"
+                )
         if (code := self.server.poll()) is not None:
             return f"the server ended with code {code} while starting; {self._tail()}"
         try:
@@ -335,7 +348,8 @@ class Supervisor:
         return None
 
     def _watch(self) -> str | None:
-        """Stays while the server is wanted. Returns why it died, or None if it is not needed any more."""
+        """Stays while the server is wanted. Returns why it died, or None if it is not needed any
+        more."""
         while self._wanted():
             if (code := self.server.poll()) is not None:
                 cause = f"the server ended with code {code}; {self._tail()}"
@@ -350,10 +364,11 @@ class Supervisor:
         return None
 
     def _wanted(self) -> bool:
-        """Whether anyone holds a lease, or might soon: the build still runs and the idle time is not over.
+        """Whether anyone holds a lease, or might soon: the build still runs and the idle time is
+        not over.
 
-        The last look and the word "stopping" happen under the exclusive lock, so that no lease begins in between.
-        """
+        The last look and the word "stopping" happen under the exclusive lock, so that no lease
+        begins in between."""
         if self.told_to_stop:
             return False
         with open(self.folder / "leases", "a") as leases:

@@ -1,7 +1,8 @@
-"""Which layers are captured, and how a drafter's config.json must number them so that SGLang captures the same.
+"""Which layers are captured, and how a drafter's config.json must number them so that SGLang
+captures the same.
 
-Captured numbers mean: the *input* of decoder layer i, residual added, 0-based; so i = 2 is what layer 1 hands on.
-"""
+Captured numbers mean: the *input* of decoder layer i, residual added, 0-based; so i = 2 is what
+layer 1 hands on."""
 
 from eagle3.core.errors import Refusal
 
@@ -11,7 +12,8 @@ CONDITIONAL = ("DeepseekV2", "DeepseekV3", "KimiK2", "KimiK25", "Kimi_K2")
 
 
 def captured_layers(num_layers: int, wanted: list[int] | None = None) -> list[int]:
-    """The three captured layers: `wanted`, or SGLang's default 2, N//2, N-3. Raises Refusal if one does not exist.
+    """The three captured layers: `wanted`, or SGLang's default 2, N//2, N-3. Raises Refusal if one
+    does not exist.
 
     >>> captured_layers(61)
     [2, 30, 58]
@@ -24,7 +26,8 @@ def captured_layers(num_layers: int, wanted: list[int] | None = None) -> list[in
         or layers[-1] >= num_layers
     ):
         raise Refusal(
-            f"hidden_states.layers {layers} do not fit a target of {num_layers} layers: three rising numbers from 0 to "
+            f"hidden_states.layers {layers} do not fit a target of {num_layers} layers: three "
+            "rising numbers from 0 to "
             f"{num_layers - 1} are needed{'; set them in params.yaml' if wanted is None else ''}"
         )
     return layers
@@ -51,13 +54,15 @@ def config_ids(captured: list[int], convention: str) -> list[int]:
         ids = list(captured)
     if ids[0] < 0 or served_layers(ids, convention) != captured:
         raise Refusal(
-            f"captured layers {captured} cannot be written in the convention {convention}; choose others"
+            f"captured layers {captured} cannot be written in the convention {convention}; "
+            "choose others"
         )
     return ids
 
 
 def served_layers(ids: list[int], convention: str) -> list[int]:
-    """The layers whose input SGLang captures for the ids of a config: the reading side of `config_ids`."""
+    """The layers whose input SGLang captures for the ids of a config: the reading side of
+    `config_ids`."""
     if convention == PLUS_ONE or ids[0] == 1:
         return [i + 1 for i in ids]
     return list(ids)

@@ -1,4 +1,5 @@
-"""The target model on disk: conversion from GGUF, identity, shape, and reading only the tensors that are needed."""
+"""The target model on disk: conversion from GGUF, identity, shape, and reading only the tensors
+that are needed."""
 
 import re
 from functools import cached_property, lru_cache
@@ -23,7 +24,8 @@ TOKENIZER_FILES = (
 
 
 class Target:
-    """data/target: `target.json` describes the model, whose files are in `model/` beside it or at `path`.
+    """data/target: `target.json` describes the model, whose files are in `model/` beside it or at
+    `path`.
 
     Shapes: `hidden_size` H, `vocab_size` V, `num_layers` N.
     """
@@ -127,7 +129,8 @@ class Target:
             return {name: file for name in tensors.keys()}
 
     def tensor(self, *endings: str):
-        """The one tensor whose name ends so, read alone (never the whole target). Raises Refusal listing the endings."""
+        """The one tensor whose name ends so, read alone (never the whole target). Raises Refusal
+        listing the endings."""
         from safetensors import safe_open
 
         for ending in endings:
@@ -158,10 +161,10 @@ class Target:
 def convert_gguf(file: Path, folder: Path) -> None:
     """Turns a GGUF file into a Hugging Face directory, weights in float32.
 
-    The digit rule of the tokenizer is lost on the way (transformers rebuilds a plain byte-level one), so that numbers
-    come out as other tokens than the model was trained with; it is put back here and held by a test against llama.cpp's
-    tokenisation. A GGUF stores the pre-tokenizer's name only.
-    """
+    The digit rule of the tokenizer is lost on the way (transformers rebuilds a plain byte-level
+    one), so that numbers come out as other tokens than the model was trained with; it is put back
+    here and held by a test against llama.cpp's tokenisation. A GGUF stores the pre-tokenizer's name
+    only."""
     import gguf
     import torch
     from tokenizers import pre_tokenizers
@@ -171,7 +174,8 @@ def convert_gguf(file: Path, folder: Path) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    # transformers parses the whole file anew for the configuration, the tokenizer and the weights; once is enough.
+    # transformers parses the whole file anew for the configuration, the tokenizer and the weights;
+    # once is enough.
     with mock.patch.object(gguf, "GGUFReader", lru_cache(gguf.GGUFReader)):
         tokenizer = AutoTokenizer.from_pretrained(**source)
         model = AutoModelForCausalLM.from_pretrained(
@@ -196,13 +200,15 @@ def _gguf_pre_tokenizer(reader) -> str:
 
 
 def describe(path: Path, params, outside: bool) -> dict[str, Any]:
-    """target.json of the model at `path`. `outside`: the files stay where they are and are named by absolute path."""
+    """target.json of the model at `path`. `outside`: the files stay where they are and are named by
+    absolute path."""
     config = read_json(path / "config.json")
     text = config.get("text_config", config)
     for key in ("hidden_size", "vocab_size", "num_hidden_layers"):
         if key not in text:
             raise Refusal(
-                f"{path / 'config.json'} has no {key}; it is not a language model that can be drafted for"
+                f"{path / 'config.json'} has no {key}; it is not a language model that can be "
+                "drafted for"
             )
     weights = {}
     files = sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".bin"))
@@ -242,7 +248,8 @@ def describe(path: Path, params, outside: bool) -> dict[str, Any]:
 
 
 def numerics(info: dict[str, Any]) -> dict[str, Any]:
-    """What decides the target's answers, by name: the fields that a numerics fingerprint compares."""
+    """What decides the target's answers, by name: the fields that a numerics fingerprint
+    compares."""
     keys = (
         "weights_digest",
         "tokenizer_digest",

@@ -13,11 +13,12 @@ from eagle3.core.files import digest_of, read_json, replacing, write_json
 
 
 class Checkpoints:
-    """`update-N.pt` files of one run, in a folder of `root` that is named by the digest of `identity`: all that it depends on.
+    """`update-N.pt` files of one run, in a folder of `root` that is named by the digest of
+    `identity`: all that it depends on.
 
-    Another identity is another run with a folder of its own, so that an edit that is put back goes on where it was. Of all
-    other runs only the last one is kept, with its newest file. `other` says how it differs from this one.
-    """
+    Another identity is another run with a folder of its own, so that an edit that is put back goes
+    on where it was. Of all other runs only the last one is kept, with its newest file. `other` says
+    how it differs from this one."""
 
     def __init__(self, root: str | Path, identity: dict[str, Any], keep: int):
         self.identity, self.keep = identity, keep
@@ -45,7 +46,8 @@ class Checkpoints:
             old.unlink()
 
     def latest(self) -> dict[str, Any] | None:
-        """The newest readable checkpoint, on the CPU. A damaged file is skipped for the one before it."""
+        """The newest readable checkpoint, on the CPU. A damaged file is skipped for the one before
+        it."""
         for path in reversed(_files(self.folder)):
             try:
                 state = torch.load(path, map_location="cpu", weights_only=True)
@@ -53,7 +55,8 @@ class Checkpoints:
                 continue
             if state["key"] != self.key:
                 raise Refusal(
-                    f"{path} belongs to another run ({state['key'][:12]}, not {self.key[:12]}); delete it"
+                    f"{path} belongs to another run ({state['key'][:12]}, not {self.key[:12]}); "
+                    "delete it"
                 )
             return state
         return None

@@ -1,10 +1,10 @@
 """Steps of `fc` that fit its inputs.
 
-Channels of captured states differ in size by factors of hundreds, and a few tower over all others. Adam moves every weight by
-about the learning rate, so a column of `fc` whose channel is a thousand times larger moves the drafter's state a thousand
-times further. Here each column moves in inverse proportion to its channel's size, as if `fc` had been trained on inputs of
-one size and the sizes were folded into its weights, which is what the exported ones are.
-"""
+Channels of captured states differ in size by factors of hundreds, and a few tower over all others.
+Adam moves every weight by about the learning rate, so a column of `fc` whose channel is a thousand
+times larger moves the drafter's state a thousand times further. Here each column moves in inverse
+proportion to its channel's size, as if `fc` had been trained on inputs of one size and the sizes
+were folded into its weights, which is what the exported ones are."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -15,7 +15,8 @@ from torch import Tensor
 
 
 def factors(rows: Iterable[dict[str, Any]], limit: int = 20_000) -> Tensor:
-    """[3H]: for each channel of `aux` the median channel's root mean square over its own, from the first `limit` tokens."""
+    """[3H]: for each channel of `aux` the median channel's root mean square over its own, from the
+    first `limit` tokens."""
     squares, tokens = 0, 0
     for row in rows:
         aux = row["aux"][1:].double()  # position 0 is an outlier in every model: left out
@@ -28,7 +29,8 @@ def factors(rows: Iterable[dict[str, Any]], limit: int = 20_000) -> Tensor:
 
 @contextlib.contextmanager
 def of(weight: Tensor, by: Tensor | None) -> Iterator[None]:
-    """What the block changes in `weight` [H, 3H] is multiplied column by column with `by` [3H]; None changes nothing."""
+    """What the block changes in `weight` [H, 3H] is multiplied column by column with `by` [3H];
+    None changes nothing."""
     if by is None:
         yield
         return

@@ -1,4 +1,5 @@
-"""Batches ahead of time: threads read shards, work out layouts and pin memory while the device computes."""
+"""Batches ahead of time: threads read shards, work out layouts and pin memory while the device
+computes."""
 
 import copy
 import itertools
@@ -28,7 +29,8 @@ class Reader:
 
 
 def ahead(work: Callable[[Any], Any], items: Iterable[Any], threads: int) -> Iterator[Any]:
-    """`work` of each item, in order, up to `threads` + 1 of them in advance. With 0 threads everything happens here."""
+    """`work` of each item, in order, up to `threads` + 1 of them in advance. With 0 threads
+    everything happens here."""
     if not threads:
         yield from map(work, items)
         return
@@ -49,8 +51,8 @@ def ahead(work: Callable[[Any], Any], items: Iterable[Any], threads: int) -> Ite
 def on_device(
     batches: Iterable[tuple[Any, Any]], device: torch.device
 ) -> Iterator[tuple[Any, Any]]:
-    """(anything, layout or None) pairs with the layout on the device. On a GPU the copy of the next one runs on a stream of
-    its own, beside the work on this one."""
+    """(anything, layout or None) pairs with the layout on the device. On a GPU the copy of the next
+    one runs on a stream of its own, beside the work on this one."""
     if device.type != "cuda":
         for what, layout in batches:
             yield what, None if layout is None else layout.to(device)

@@ -13,7 +13,8 @@ from eagle3.training.fused import unrolled
 
 
 class Objective(nn.Module):
-    """`drafter` against the target's output projection `head` [V, H], in the fast or the readable implementation."""
+    """`drafter` against the target's output projection `head` [V, H], in the fast or the readable
+    implementation."""
 
     def __init__(self, drafter: Drafter, head: Tensor, params):
         super().__init__()
@@ -30,19 +31,19 @@ class Objective(nn.Module):
         )
 
     def prepare(self, rows: list[dict[str, Any]], steps: int, pin: bool):
-        """(batch for `forward`, its supervised positions per step [steps]); on the CPU, in a loader's thread. The batch is
-        None where nothing is supervised."""
+        """(batch for `forward`, its supervised positions per step [steps]); on the CPU, in a
+        loader's thread. The batch is None where nothing is supervised."""
         layout = layouts.plan(rows, steps, pin and not self.readable)
         if layout is None:
             return None, torch.zeros(steps)
         return (ttt.collate(rows) if self.readable else layout), layout.counts
 
     def forward(self, batch, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(loss [], its share per step, hits per step); `scale` [steps] is the weight of one supervised position.
+        """(loss [], its share per step, hits per step); `scale` [steps] is the weight of one
+        supervised position.
 
-        Without a batch the loss is a zero that hangs on the weights: in a group of processes each must take part in the
-        exchange of gradients.
-        """
+        Without a batch the loss is a zero that hangs on the weights: in a group of processes each
+        must take part in the exchange of gradients."""
         if batch is None:
             nothing = torch.zeros_like(scale)
             return sum(p.sum() for p in self.drafter.parameters()) * 0.0, nothing, nothing

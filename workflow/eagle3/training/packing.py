@@ -1,11 +1,12 @@
-"""Order and grouping of training sequences: a pure function of seed and epoch, so that a resumed run sees the same."""
+"""Order and grouping of training sequences: a pure function of seed and epoch, so that a resumed
+run sees the same."""
 
 import torch
 
 
 def packed_epoch(lengths: list[int], batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
-    """Indices of the sequences of each batch. Sequences are shuffled, then taken in order while they fit; one that is
-    longer than `batch_tokens` is a batch of its own.
+    """Indices of the sequences of each batch. Sequences are shuffled, then taken in order while
+    they fit; one that is longer than `batch_tokens` is a batch of its own.
 
     >>> [sum([2, 2, 2, 2][i] for i in batch) for batch in packed_epoch([2, 2, 2, 2], 4, 0, 0)]
     [4, 4]

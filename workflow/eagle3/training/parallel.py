@@ -1,4 +1,5 @@
-"""Training in several processes: who is who, DDP and FSDP2, and whole states of weights that are shared out."""
+"""Training in several processes: who is who, DDP and FSDP2, and whole states of weights that are
+shared out."""
 
 import os
 import subprocess
@@ -13,7 +14,8 @@ from eagle3.core.errors import Refusal
 
 
 class Processes:
-    """This process among `world`. One alone needs no process group, and every method is then the identity."""
+    """This process among `world`. One alone needs no process group, and every method is then the
+    identity."""
 
     def __init__(self):
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -21,7 +23,8 @@ class Processes:
         local = int(os.environ.get("LOCAL_RANK", 0))
         if gpus and local >= gpus:
             raise Refusal(
-                f"runtime.processes asks for GPU {local}, but there are {gpus}; set runtime.processes: {gpus}"
+                f"runtime.processes asks for GPU {local}, but there are {gpus}; set "
+                f"runtime.processes: {gpus}"
             )
         self.device = torch.device("cuda", local) if gpus else torch.device("cpu")
         if gpus:
@@ -52,7 +55,8 @@ class Processes:
         return torch.cat(parts)
 
     def wrap(self, module: nn.Module, kind: str, methods: tuple[str, ...]) -> nn.Module:
-        """`module` on this process's device, its gradients averaged over all; `methods` also run its weights."""
+        """`module` on this process's device, its gradients averaged over all; `methods` also run
+        its weights."""
         module = module.to(self.device)
         if self.world == 1:
             return module
@@ -135,5 +139,6 @@ def launch(script: str, arguments: list[str], processes: int) -> None:
         raise
     if code:
         raise Refusal(
-            f"one of {processes} training processes ended with an error (see above); exit code {code}"
+            f"one of {processes} training processes ended with an error (see above); exit code "
+            f"{code}"
         )

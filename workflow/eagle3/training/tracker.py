@@ -10,7 +10,8 @@ FOLDER = Path("logs/trackers")  # no stage's output: what it holds depends on th
 
 
 class Trackers:
-    """Numbers per update, for the trackers named in runtime.trackers; without a name it does nothing."""
+    """Numbers per update, for the trackers named in runtime.trackers; without a name it does
+    nothing."""
 
     def __init__(self, names: list[str], settings: dict[str, Any], folder: Path = FOLDER):
         self.board = self.run = None
@@ -29,7 +30,8 @@ class Trackers:
         except ImportError as error:
             package = "wandb" if "wandb" in str(error) else "tensorboard"
             raise Refusal(
-                f"runtime.trackers names {package}, which is not installed; `pip install {package}` or take it "
+                f"runtime.trackers names {package}, which is not installed; `pip install "
+                f"{package}` or take it "
                 "out"
             ) from None
 

@@ -1,4 +1,5 @@
-"""The training loop: batches in a fixed order, validation by accept length, checkpoints that resume exactly."""
+"""The training loop: batches in a fixed order, validation by accept length, checkpoints that resume
+exactly."""
 
 import contextlib
 import math
@@ -25,7 +26,8 @@ from eagle3.training.tracker import Trackers
 
 @dataclass
 class Progressed:
-    """What a checkpoint holds besides weights: where the run is, and what it saw. `best`: the state that validated best."""
+    """What a checkpoint holds besides weights: where the run is, and what it saw. `best`: the state
+    that validated best."""
 
     update: int = 0
     history: list[dict[str, float]] = field(default_factory=list)
@@ -36,8 +38,8 @@ class Progressed:
 
 @dataclass(frozen=True)
 class Update:
-    """One optimizer update as this process sees it: its share of the packed batches, and for all processes together the
-    supervised positions per step [k], the tokens and the record ids."""
+    """One optimizer update as this process sees it: its share of the packed batches, and for all
+    processes together the supervised positions per step [k], the tokens and the record ids."""
 
     number: int
     batches: list[Any]
@@ -53,10 +55,9 @@ class Stop(KeyboardInterrupt):
 class Trainer:
     """Trains `drafter` on `train` with the target's output projection `head` [V, H].
 
-    Weights and optimizer state are fp32; products run in `params.dtype`. `start`: weights to begin with, after the drafter's
-    own were validated. With several processes each takes every world-th
-    of an update's `micro_batches` packed batches; the sums are the same whoever computes them.
-    """
+    Weights and optimizer state are fp32; products run in `params.dtype`. `start`: weights to begin
+    with, after the drafter's own were validated. With several processes each takes every world-th
+    of an update's `micro_batches` packed batches; the sums are the same whoever computes them."""
 
     def __init__(
         self,
@@ -81,7 +82,8 @@ class Trainer:
             )
         if params.micro_batches % self.processes.world:
             raise Refusal(
-                f"train.micro_batches is {params.micro_batches}, but {self.processes.world} processes share them "
+                f"train.micro_batches is {params.micro_batches}, but {self.processes.world} "
+                "processes share them "
                 f"out; make it a multiple, or set runtime.processes: 1"
             )
         self.drafter, self.objective = drafter, Objective(drafter, head, params)
@@ -115,8 +117,9 @@ class Trainer:
         return [packed[i : i + size] for i in range(0, len(packed), size)]
 
     def run(self) -> Progressed:
-        """Trains to the end from wherever the last checkpoint stands. Raises Refusal at a loss that is not finite, naming
-        the records, before anything of it is saved, and Stop after a signal, with everything saved."""
+        """Trains to the end from wherever the last checkpoint stands. Raises Refusal at a loss that
+        is not finite, naming the records, before anything of it is saved, and Stop after a signal,
+        with everything saved."""
         done = self._resume()
         trackers = Trackers(self.runtime.trackers if self.leader else [], self.params.model_dump())
         if done.update == 0:
@@ -131,7 +134,9 @@ class Trainer:
                 self._validate(done, [])
         losses = self.losses
         with Progress("train", self.total, "updates", done=done.update) as bar, _signals() as stop:
-            waiting = None  # figures of the last update: read while the next one runs, so that the device never waits
+            # figures of the last update: read while the next one runs, so that the device never
+            # waits
+            waiting = None
             for update in self._updates(done.update):
                 now = update, *self._step(update)
                 if waiting:
@@ -190,7 +195,8 @@ class Trainer:
         return steps_at(update, self.total, self.params.steps, self.params.ramp_share)
 
     def _step(self, update: Update) -> tuple[torch.Tensor, torch.Tensor, float]:
-        """(loss per step, hits per step) of all processes, still on the device, and the learning rate."""
+        """(loss per step, hits per step) of all processes, still on the device, and the learning
+        rate."""
         rate = learning_rate(
             update.number,
             self.total,
@@ -247,12 +253,14 @@ class Trainer:
         records = f"records in the batch: {', '.join(update.names[:8])}"
         if not first:
             raise Refusal(
-                f"update {update.number} has no supervised token; {records}. Look at their loss masks, or raise "
+                f"update {update.number} has no supervised token; {records}. Look at their loss "
+                "masks, or raise "
                 "train.batch_tokens"
             )
         if not math.isfinite(loss):
             raise Refusal(
-                f"the loss of update {update.number} is {loss}; {records}. Lower train.lr, or look for broken "
+                f"the loss of update {update.number} is {loss}; {records}. Lower train.lr, or "
+                "look for broken "
                 "states"
             )
         losses.append(loss)
@@ -336,7 +344,8 @@ class Trainer:
             if other := self.checkpoints.other:
                 more = f" and {len(other) - 4} more" if len(other) > 4 else ""
                 self.say(
-                    f"starts anew: {'; '.join(other[:4])}{more}. Put back, the earlier run goes on where it was"
+                    f"starts anew: {'; '.join(other[:4])}{more}. Put back, the earlier run goes "
+                    "on where it was"
                 )
             return Progressed()
         parallel.load_weights(self.drafter, state["weights"])
@@ -356,8 +365,8 @@ class Trainer:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[threading.Event]:
-    """An event that SIGTERM and SIGINT set. An update is never interrupted half-way: its weights would be neither the old
-    ones nor the new ones."""
+    """An event that SIGTERM and SIGINT set. An update is never interrupted half-way: its weights
+    would be neither the old ones nor the new ones."""
     stop, before = threading.Event(), {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):

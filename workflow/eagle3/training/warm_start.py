@@ -27,14 +27,16 @@ def digest(folder: str | None) -> dict[str, str] | None:
 
 
 def weights(drafter: Drafter, params, data, say) -> dict[str, Tensor] | None:
-    """The weights that train.init and train.warm_start ask for, None for those that the drafter has."""
+    """The weights that train.init and train.warm_start ask for, None for those that the drafter
+    has."""
     if params.init == "random" and not params.warm_start:
         return None
     start = copy.deepcopy(drafter)
     if params.warm_start:
         known = from_drafter(start, params.warm_start)
         say(
-            f"starts from {params.warm_start}; {known} of {len(drafter.draft_ids)} rows of the head are its"
+            f"starts from {params.warm_start}; {known} of {len(drafter.draft_ids)} rows of the "
+            "head are its"
         )
     else:
         least_squares(start, (data[i] for i in range(len(data))))
@@ -43,11 +45,12 @@ def weights(drafter: Drafter, params, data, say) -> dict[str, Tensor] | None:
 
 @torch.no_grad()
 def from_drafter(drafter: Drafter, folder: str | Path) -> int:
-    """Copies the weights of a drafter in SGLang's layout and returns how many rows of its head were of use.
+    """Copies the weights of a drafter in SGLang's layout and returns how many rows of its head were
+    of use.
 
-    Row i of a head belongs to target id i + d2t[i]; rows go to the draft id that has the same target id here. Ids that it
-    does not draft keep the rows they have. Raises Refusal naming tensors that are missing or of another shape.
-    """
+    Row i of a head belongs to target id i + d2t[i]; rows go to the draft id that has the same
+    target id here. Ids that it does not draft keep the rows they have. Raises Refusal naming
+    tensors that are missing or of another shape."""
     folder = Path(folder)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -67,7 +70,8 @@ def from_drafter(drafter: Drafter, folder: str | Path) -> int:
     rows = found.get("lm_head.weight")
     if rows is not None and "d2t" not in found and len(rows) != len(drafter.t2d):
         wrong.append(
-            f"d2t is missing, and its head has {len(rows)} rows, not the {len(drafter.t2d)} of the target"
+            f"d2t is missing, and its head has {len(rows)} rows, not the {len(drafter.t2d)} of "
+            "the target"
         )
     if wrong:
         raise Refusal(
@@ -103,13 +107,14 @@ def _refuse_other_rope(drafter: Drafter, folder: Path) -> None:
 def least_squares(
     drafter: Drafter, rows: Iterable[dict[str, Any]], ridge: float = 0.1, limit: int = 20_000
 ) -> None:
-    """Fits step 0 in closed form: the state that predicts x_{t+2} as a linear map of aux_t and of the embedding of x_{t+1}.
+    """Fits step 0 in closed form: the state that predicts x_{t+2} as a linear map of aux_t and of
+    the embedding of x_{t+1}.
 
-    With few tokens (thousands) this is worth more than all of the training that follows. The map of aux goes to `fc`. That
-    of the embedding goes through attention: queries and keys are set so that a position looks at itself, values and output
-    hold the map, cut to the rank that the key heads allow. `norm` gets the scale of the target's last states. `limit` is
-    the most tokens used. Source: ridge regression; nothing here is specific to a target.
-    """
+    With few tokens (thousands) this is worth more than all of the training that follows. The map of
+    aux goes to `fc`. That of the embedding goes through attention: queries and keys are set so that
+    a position looks at itself, values and output hold the map, cut to the rank that the key heads
+    allow. `norm` gets the scale of the target's last states. `limit` is the most tokens used.
+    Source: ridge regression; nothing here is specific to a target."""
     aux, embeds, last = _pairs(drafter, rows, limit)
     size = embeds.shape[1]
     scale = last.square().mean(0).sqrt().clamp(min=1e-6)
@@ -129,7 +134,8 @@ def least_squares(
 def _pairs(
     drafter: Drafter, rows: Iterable[dict[str, Any]], limit: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """aux_t [N, 3H], normed embedding of x_{t+1} [N, H] and last_{t+1} [N, H], the state that predicts x_{t+2}."""
+    """aux_t [N, 3H], normed embedding of x_{t+1} [N, H] and last_{t+1} [N, H], the state that
+    predicts x_{t+2}."""
     found, total = [], 0
     for row in rows:
         tokens = row["input_ids"][2:].long()  # position 0 is an outlier in every model: left out
@@ -145,8 +151,9 @@ def _pairs(
 
 
 def _look_at_itself(attention, embeds: Tensor) -> None:
-    """Queries and keys from the embedding alone, through one random projection per key head: the same token at the same
-    place matches best. The mean embedding, which all tokens share, is projected out."""
+    """Queries and keys from the embedding alone, through one random projection per key head: the
+    same token at the same place matches best. The mean embedding, which all tokens share, is
+    projected out."""
     size, width = embeds.shape[1], attention.head_dim
     group = attention.heads // attention.kv_heads
     mean = torch.nn.functional.normalize(embeds.mean(0), dim=0)
@@ -165,7 +172,8 @@ def _look_at_itself(attention, embeds: Tensor) -> None:
 
 
 def _carry(attention, wanted: Tensor, embeds: Tensor) -> None:
-    """Values and output such that a position that looks at itself adds about `wanted` [H, H] @ its embedding."""
+    """Values and output such that a position that looks at itself adds about `wanted` [H, H] @ its
+    embedding."""
     size, width, rank = embeds.shape[1], attention.head_dim, attention.v_proj.weight.shape[0]
     root = torch.linalg.cholesky(embeds.T @ embeds / len(embeds) + 1e-3 * torch.eye(size))
     u, s, v = torch.linalg.svd(wanted @ root)

@@ -1,10 +1,9 @@
-"""Attention of the training-time test in two parts, for the fast path: a fused kernel over the step-0 keys, and the one
-diagonal key of each later step merged in by log-sum-exp.
+"""Attention of the training-time test in two parts, for the fast path: a fused kernel over the
+step-0 keys, and the one diagonal key of each later step merged in by log-sum-exp.
 
-Backward, the fused kernel gets the merged output and the merged log-sum-exp: its probabilities exp(qk - lse) and its
-row sums of dout * out are then those of the whole softmax, so dq, dk and dv of the causal part come out right; the
-diagonal keys' share is a few products per position.
-"""
+Backward, the fused kernel gets the merged output and the merged log-sum-exp: its probabilities
+exp(qk - lse) and its row sums of dout * out are then those of the whole softmax, so dq, dk and dv
+of the causal part come out right; the diagonal keys' share is a few products per position."""
 
 import torch
 from torch import Tensor
@@ -17,16 +16,17 @@ aten = torch.ops.aten
 class CausalAttention:
     """Queries of the active rows against the step-0 keys of their own sequence up to their place.
 
-    q [n, heads, d], k and v [m, kv_heads, d]; log-sum-exp is fp32 [heads, n]. Padded rows give zeros. `kind`: 'flash'
-    (FlashAttention 2 as PyTorch ships it), 'cudnn' or 'plain' (loops over sequences, any device).
-    """
+    q [n, heads, d], k and v [m, kv_heads, d]; log-sum-exp is fp32 [heads, n]. Padded rows give
+    zeros. `kind`: 'flash' (FlashAttention 2 as PyTorch ships it), 'cudnn' or 'plain' (loops over
+    sequences, any device)."""
 
     def __init__(self, layout: Layout, kind: str):
         self.layout, self.kind = layout, kind
         self.active, self.context = layout.sizes["active"], layout.sizes["positions"]
 
     def _spread(self, x: Tensor) -> Tensor:
-        """Rows [n, …] of active positions as query rows: between two supervised turns there are gaps."""
+        """Rows [n, …] of active positions as query rows: between two supervised turns there are
+        gaps."""
         x = x[: self.active]
         if self.layout.span is None:
             return x
@@ -47,7 +47,8 @@ class CausalAttention:
         return self._collect(out, len(q)), self._collect(lse.T, len(q)).T.contiguous()
 
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor):
-        """(dq [n, …], dk, dv [m, …]) of the causal part, given the output and log-sum-exp of the whole softmax."""
+        """(dq [n, …], dk, dv [m, …]) of the causal part, given the output and log-sum-exp of the
+        whole softmax."""
         rows, keys = len(q), len(k)
         dout, q, out, lse = (self._spread(x) for x in (dout, q, out, lse.T))
         if self.layout.span is not None or self.active < rows:
@@ -159,7 +160,8 @@ class CausalAttention:
         return x.repeat_interleave(q.shape[1] // x.shape[1], 1).transpose(0, 1)
 
     def _scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """[heads, queries, keys]; the last query sees every key, the one before it all but the last, and so on."""
+        """[heads, queries, keys]; the last query sees every key, the one before it all but the
+        last, and so on."""
         scores = (q.transpose(0, 1) @ self._wide(k, q).transpose(1, 2)).float() * q.shape[
             -1
         ] ** -0.5
@@ -170,5 +172,6 @@ class CausalAttention:
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:
-    """x with zero rows up to `rows`. What the kernels leave in rows that belong to no sequence may be anything."""
+    """x with zero rows up to `rows`. What the kernels leave in rows that belong to no sequence may
+    be anything."""
     return x if len(x) == rows else torch.cat([x, x.new_zeros((rows - len(x), *x.shape[1:]))])

@@ -1,5 +1,6 @@
-"""Row-wise pieces of the fast training path. On a CPU they run as they stand; on a GPU each is compiled into one or two
-kernels, with the number of rows left open, so that no batch makes them compile again."""
+"""Row-wise pieces of the fast training path. On a CPU they run as they stand; on a GPU each is
+compiled into one or two kernels, with the number of rows left open, so that no batch makes them
+compile again."""
 
 import functools
 from collections.abc import Callable
@@ -11,7 +12,8 @@ VARIANTS = 64  # compiled forms of one function that may exist at once: one per 
 
 
 def fused(rows: int = 0) -> Callable:
-    """Compiles a function of tensors for the GPU. Dimension `rows` of every tensor of two dimensions or more is open."""
+    """Compiles a function of tensors for the GPU. Dimension `rows` of every tensor of two
+    dimensions or more is open."""
 
     def wrap(function):
         compiled = torch.compile(
@@ -69,14 +71,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @fused()
 def rotate_back_(dx: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
-    """The transpose of `rotate`, written to `out` [n, heads, d]. cos and sin repeat in both halves, so a turn by the
-    opposite angle is it."""
+    """The transpose of `rotate`, written to `out` [n, heads, d]. cos and sin repeat in both halves,
+    so a turn by the opposite angle is it."""
     out.copy_(_turn(dx.float(), cos.unsqueeze(1).float(), -sin.unsqueeze(1).float()).to(out.dtype))
 
 
 @fused(rows=1)
 def sum_rows(stacked: Tensor, readers: Tensor) -> Tensor:
-    """[w, c]: row i is the sum over k of stacked[k, readers[k, i]], in fp32; nothing where readers is -1."""
+    """[w, c]: row i is the sum over k of stacked[k, readers[k, i]], in fp32; nothing where readers
+    is -1."""
     total = 0.0
     for k in range(stacked.shape[0]):
         found = stacked[k][readers[k].clamp(min=0)].float()

@@ -1,4 +1,5 @@
-"""Matrix products of the fast training path, in the compute type or in fp8 with one scale per row and output channel."""
+"""Matrix products of the fast training path, in the compute type or in fp8 with one scale per row
+and output channel."""
 
 import torch
 from torch import Tensor
@@ -7,7 +8,8 @@ from eagle3.training.fused.step_ops import quantize
 
 
 class Product:
-    """y = x @ weight.T of a weight [out, in], its gradient with respect to x, and (`weight_gradient`) to the weight."""
+    """y = x @ weight.T of a weight [out, in], its gradient with respect to x, and
+    (`weight_gradient`) to the weight."""
 
     def __init__(self, weight: Tensor, fp8: bool):
         self.weight, self.fp8 = weight, fp8
@@ -34,8 +36,9 @@ class Product:
         )
 
     def backward(self, dy: Tensor) -> Tensor:
-        """[n, out] -> [n, in]. In fp8 with sums in fp32: a Hopper GPU's own fp8 sums have about 14 bits and drop what is smaller.
-        Of a gradient over the draft vocabulary that is the whole tail, on the same side for every token."""
+        """[n, out] -> [n, in]. In fp8 with sums in fp32: a Hopper GPU's own fp8 sums have about 14
+        bits and drop what is smaller. Of a gradient over the draft vocabulary that is the whole
+        tail, on the same side for every token."""
         return (
             _scaled(dy, self.backward8, fast_sums=False) if self.fp8 else torch.mm(dy, self.weight)
         )
@@ -58,8 +61,8 @@ def _scaled(
 
 
 def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    """dy.T @ x in fp32 of dy [n, out] and x [n, in]. All steps lie end to end in n, so that one product sums over them in
-    fp32 instead of seven that each round to bf16."""
+    """dy.T @ x in fp32 of dy [n, out] and x [n, in]. All steps lie end to end in n, so that one
+    product sums over them in fp32 instead of seven that each round to bf16."""
     if dy.is_cuda and dy.dtype != torch.float32:
         return torch.mm(dy.T, x, out_dtype=torch.float32)
     return torch.mm(dy.T, x).float()

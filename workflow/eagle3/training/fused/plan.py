@@ -1,12 +1,13 @@
-"""Which rows of a packed batch the fast training path computes, worked out once, on the CPU, while the batch is loaded.
+"""Which rows of a packed batch the fast training path computes, worked out once, on the CPU, while
+the batch is loaded.
 
-K: steps of training-time test. A position is *active* if any step k supervises it (see ttt). Only active positions are
-carried through the steps; the positions before them, in their sequence, are *context*: they give step-0 keys and values
-and nothing else. Positions after the last active one, and sequences without any, are dropped.
+K: steps of training-time test. A position is *active* if any step k supervises it (see ttt). Only
+active positions are carried through the steps; the positions before them, in their sequence, are
+*context*: they give step-0 keys and values and nothing else. Positions after the last active one,
+and sequences without any, are dropped.
 
-Example, K = 2, a sequence of 8 tokens, the last 4 supervised (u = 4..7). Step 0 drafts u from u - 2, step 1 from u - 3,
-so positions 1..5 are active, 0..5 are context, and tokens 1..7 are read.
-"""
+Example, K = 2, a sequence of 8 tokens, the last 4 supervised (u = 4..7). Step 0 drafts u from u -
+2, step 1 from u - 3, so positions 1..5 are active, 0..5 are context, and tokens 1..7 are read."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -20,8 +21,9 @@ ALIGN = 16  # rows are padded to a multiple of it: fp8 products need that, and b
 
 @dataclass(frozen=True)
 class Layout:
-    """w token rows, m context rows, n active rows, s teacher rows; each padded to a multiple of ALIGN. `sizes` has the
-    numbers before padding. Padded rows are supervised nowhere and attend to nothing."""
+    """w token rows, m context rows, n active rows, s teacher rows; each padded to a multiple of
+    ALIGN. `sizes` has the numbers before padding. Padded rows are supervised nowhere and attend to
+    nothing."""
 
     tokens: Tensor  # [w] token ids
     aux: Tensor  # [m, 3H] captured states
@@ -44,7 +46,8 @@ class Layout:
     names: list[str]
 
     def to(self, device) -> "Layout":
-        """A copy on a device; from pinned memory the copies overlap with what the device is doing."""
+        """A copy on a device; from pinned memory the copies overlap with what the device is
+        doing."""
         moved = {
             f.name: value.to(device, non_blocking=True)
             for f in fields(self)
@@ -56,9 +59,8 @@ class Layout:
 def plan(rows: list[dict[str, Any]], steps: int, pin: bool = False) -> Layout | None:
     """The layout of sequences of a ShardSet; None if nothing in them is supervised.
 
-    It works on all tokens of the batch at once, a few dozen operations however many sequences there are: Python code here
-    holds back the thread that launches the device's kernels.
-    """
+    It works on all tokens of the batch at once, a few dozen operations however many sequences there
+    are: Python code here holds back the thread that launches the device's kernels."""
     if not any(row["loss_mask"][2:].any() for row in rows):
         return None
     batch = _Batch(rows, steps)
@@ -79,7 +81,8 @@ def plan(rows: list[dict[str, Any]], steps: int, pin: bool = False) -> Layout | 
     )
     active_row = _numbered(batch.is_active)
 
-    # At step k an active row reads the token k + 1 places on, or the last one that its sequence has.
+    # At step k an active row reads the token k + 1 places on, or the last one that its sequence
+    # has.
     read = torch.minimum(active + 1 + later, batch.last_token[sequence[active]])
     reader = tokens - 1 - later
     drafted = active + 2 + later
@@ -125,7 +128,8 @@ def plan(rows: list[dict[str, Any]], steps: int, pin: bool = False) -> Layout | 
 
 
 class _Batch:
-    """What the N tokens of all sequences are: [N] flags, and where in the batch each sequence's tokens lie."""
+    """What the N tokens of all sequences are: [N] flags, and where in the batch each sequence's
+    tokens lie."""
 
     def __init__(self, rows: list[dict[str, Any]], steps: int):
         self.lengths = torch.tensor([len(row["loss_mask"]) for row in rows])  # [sequences]
@@ -140,7 +144,8 @@ class _Batch:
         for k in range(steps):  # step k drafts target u from u - 2 - k
             self.is_active[(targets - 2 - k)[self.position[targets] >= 2 + k]] = True
         self.active = self.is_active.nonzero().flatten()
-        # A sequence's context ends with its last active position; it reads `steps` tokens more, as far as there are any.
+        # A sequence's context ends with its last active position; it reads `steps` tokens more, as
+        # far as there are any.
         self.context_lengths = torch.zeros_like(self.lengths)
         self.context_lengths.scatter_reduce_(
             0, self.sequence[self.active], self.position[self.active] + 1, "amax"
@@ -168,7 +173,8 @@ def _padded(values: Tensor, size: int, filler: int = 0) -> Tensor:
 
 
 def _queries(active: Tensor, sequence: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """(borders [S+1] of the query rows of sequences that have any, query row [n] of an active token).
+    """(borders [S+1] of the query rows of sequences that have any, query row [n] of an active
+    token).
 
     A sequence's queries are the positions from its first active one to its last.
     """

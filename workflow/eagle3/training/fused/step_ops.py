@@ -1,5 +1,5 @@
-"""Operations of the fast training path with a hand-written kernel each: Triton on a GPU, plain PyTorch elsewhere. Those
-whose names end in _ change their arguments."""
+"""Operations of the fast training path with a hand-written kernel each: Triton on a GPU, plain
+PyTorch elsewhere. Those whose names end in _ change their arguments."""
 
 import torch
 from torch import Tensor
@@ -20,12 +20,12 @@ def loss_and_gradient_(
 ) -> tuple[Tensor, Tensor]:
     """(loss [n] fp32, hit [n]) of logits `student` [n, D], which are overwritten by their gradient.
 
-    `teacher` [s, D] logits with `teacher_lse` and `teacher_best` [s]; `teachers` [n] is each row's teacher row, or -1: no
-    loss, no gradient. `scale` [] multiplies loss and gradient. With p the teacher's and q the student's distribution:
-    soft_cross_entropy -sum p log q; total_variation 1 - sum min(p, q), one minus the chance that speculative sampling
-    accepts (arXiv 2211.17192); log_acceptance -log sum min(p, q), the same goal with a gradient that does not vanish
-    while p and q hardly overlap.
-    """
+    `teacher` [s, D] logits with `teacher_lse` and `teacher_best` [s]; `teachers` [n] is each row's
+    teacher row, or -1: no loss, no gradient. `scale` [] multiplies loss and gradient. With p the
+    teacher's and q the student's distribution: soft_cross_entropy -sum p log q; total_variation 1 -
+    sum min(p, q), one minus the chance that speculative sampling accepts (arXiv 2211.17192);
+    log_acceptance -log sum min(p, q), the same goal with a gradient that does not vanish while p
+    and q hardly overlap."""
     if student.is_cuda:
         return _triton_loss(kind, student, teacher, teacher_lse, teacher_best, teachers, scale)
     losses, hits = (
@@ -77,8 +77,8 @@ def _triton_loss(kind, student, teacher, teacher_lse, teacher_best, teachers, sc
 
 
 def add_diagonal_(q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-    """Merges the diagonal `keys` and `values` [j, n, kv_heads, d] into `out` [n, heads, d]; `lse` [heads, n] is that of
-    the causal part. Returns the log-sum-exp of the whole softmax."""
+    """Merges the diagonal `keys` and `values` [j, n, kv_heads, d] into `out` [n, heads, d]; `lse`
+    [heads, n] is that of the causal part. Returns the log-sum-exp of the whole softmax."""
     if q.is_cuda:
         from eagle3.training.fused import triton_kernels
 
@@ -120,8 +120,9 @@ def add_diagonal_backward_(
     dvalues: Tensor,
     first: bool,
 ) -> None:
-    """Adds the diagonal keys' share to `dq`, and to `dkeys` and `dvalues` (fp32, as keys and values), which are written
-    instead if `first`. `out` and `lse` are those of the whole softmax."""
+    """Adds the diagonal keys' share to `dq`, and to `dkeys` and `dvalues` (fp32, as keys and
+    values), which are written instead if `first`. `out` and `lse` are those of the whole
+    softmax."""
     if q.is_cuda:
         from eagle3.training.fused import triton_kernels
 

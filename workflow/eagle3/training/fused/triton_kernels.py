@@ -1,5 +1,5 @@
-"""Triton kernels of the fast training path; only imported where there is a GPU. The functions in `step_ops` choose
-between these and plain PyTorch, and hold the contracts."""
+"""Triton kernels of the fast training path; only imported where there is a GPU. The functions in
+`step_ops` choose between these and plain PyTorch, and hold the contracts."""
 
 import triton
 import triton.language as tl
@@ -19,7 +19,8 @@ def soft_cross_entropy(
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per row of `student` [n, width]: its loss and hit, and the gradient in place of the logits."""
+    """One program per row of `student` [n, width]: its loss and hit, and the gradient in place of
+    the logits."""
     row = tl.program_id(0).to(tl.int64)
     source = tl.load(teachers + row).to(tl.int64)
     student += row * width
@@ -106,7 +107,8 @@ def add_diagonal(
     GROUP_P: tl.constexpr,
     D_P: tl.constexpr,
 ):
-    """One program per row and key head: merges `count` diagonal keys into `out` [n, heads, d] and lse [heads, n]."""
+    """One program per row and key head: merges `count` diagonal keys into `out` [n, heads, d] and
+    lse [heads, n]."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     g, d = tl.arange(0, GROUP_P), tl.arange(0, D_P)
     inside = (g < GROUP)[:, None] & (d < D)[None, :]
@@ -151,7 +153,8 @@ def add_diagonal_backward(
     GROUP_P: tl.constexpr,
     D_P: tl.constexpr,
 ):
-    """Adds the diagonal keys' share to dq, and to dkeys and dvalues fp32 (which FIRST writes instead)."""
+    """Adds the diagonal keys' share to dq, and to dkeys and dvalues fp32 (which FIRST writes
+    instead)."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     g, d = tl.arange(0, GROUP_P), tl.arange(0, D_P)
     inside = (g < GROUP)[:, None] & (d < D)[None, :]
@@ -210,7 +213,8 @@ def silu_product_backward(dout, gates, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def quantize(x, out, scales, width, stride, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
-    """x [n, width] as fp8 with one scale per row; one program per row. The second pass reads from the cache."""
+    """x [n, width] as fp8 with one scale per row; one program per row. The second pass reads from
+    the cache."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     top = 1e-12

@@ -2,14 +2,17 @@
 
 The numbers are those of `ttt.loss`. What makes it fast:
 - only active rows go through the steps (see layout);
-- the embedding half of q, k and v depends on the token alone: it is computed once per token and shifted by one row per
+- the embedding half of q, k and v depends on the token alone: it is computed once per token and
+  shifted by one row per
   step, forward and backward;
 - the gradient of each weight is one product over the rows of all steps;
-- logits become their own gradient in place; teacher logits exist once per supervised token, not once per step;
-- attention: a fused kernel for the step-0 keys, a few dot products for the later ones (see fused_attention).
+- logits become their own gradient in place; teacher logits exist once per supervised token, not
+  once per step;
+- attention: a fused kernel for the step-0 keys, a few dot products for the later ones (see
+  fused_attention).
 
-All weights enter as one autograd function, so DDP, FSDP2, accumulation and clipping work as they do for any module.
-"""
+All weights enter as one autograd function, so DDP, FSDP2, accumulation and clipping work as they do
+for any module."""
 
 from dataclasses import dataclass
 
@@ -53,7 +56,8 @@ WEIGHTS = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the steps are computed: compute type, `fp8` products, `attention` kernel ('auto': the device's), loss."""
+    """How the steps are computed: compute type, `fp8` products, `attention` kernel ('auto': the
+    device's), loss."""
 
     steps: int
     dtype: torch.dtype
@@ -67,12 +71,13 @@ def loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss [], its share per step [K], hits per step [K]) of a layout on the drafter's device.
 
-    `head` [D, H]: the target's rows of the draft vocabulary. `scale` [K]: weight of one supervised position of each step,
-    decay**k / supervised positions. Sums, not means, so that parts of a batch add up.
-    """
+    `head` [D, H]: the target's rows of the draft vocabulary. `scale` [K]: weight of one supervised
+    position of each step, decay**k / supervised positions. Sums, not means, so that parts of a
+    batch add up."""
     if drafter.config["hidden_act"] != "silu":
         raise Refusal(
-            f"the fast path has silu only, the drafter has {drafter.config['hidden_act']}; set train.path: plain"
+            f"the fast path has silu only, the drafter has {drafter.config['hidden_act']}; set "
+            "train.path: plain"
         )
     named = dict(drafter.named_parameters())
     return _Unrolled.apply(drafter, layout, head, recipe, scale, *(named[name] for name in WEIGHTS))
@@ -80,8 +85,9 @@ def loss(
 
 @torch.no_grad()
 def hits(drafter: Drafter, layout: Layout, head: Tensor, recipe: Recipe) -> Tensor:
-    """[active rows, K] int8 as `ttt.hits` has them: whether step k drafts what the target's whole vocabulary prefers, -1
-    where it is not supervised. `head` [V, H]. A choice outside the draft vocabulary is never hit."""
+    """[active rows, K] int8 as `ttt.hits` has them: whether step k drafts what the target's whole
+    vocabulary prefers, -1 where it is not supervised. `head` [V, H]. A choice outside the draft
+    vocabulary is never hit."""
     choices = torch.cat(
         [(part.to(head.dtype) @ head.T).argmax(-1) for part in layout.last.split(1024)]
     )  # [s]
@@ -101,7 +107,8 @@ def hits(drafter: Drafter, layout: Layout, head: Tensor, recipe: Recipe) -> Tens
 
 
 class _Saved:
-    """What the backward pass needs of the forward pass; stacks are [K, n, …], one row block per step."""
+    """What the backward pass needs of the forward pass; stacks are [K, n, …], one row block per
+    step."""
 
 
 class _Unrolled(torch.autograd.Function):
