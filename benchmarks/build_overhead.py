@@ -24,7 +24,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "workflow")]
 
-import tiny
+import tiny  # noqa: E402
 
 MAKE = """import sys
 from pathlib import Path

@@ -33,8 +33,8 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "workflow"))
 
-from eagle3.prompts import prompts as prompt_files
-from eagle3.serving.server import FOLDER
+from eagle3.prompts import prompts as prompt_files  # noqa: E402
+from eagle3.serving.server import FOLDER  # noqa: E402
 
 FLAGS = {
     "attention-backend": "triton",

@@ -17,17 +17,26 @@ from eagle3.core.stage import running
 
 WORKFLOW = Path(stages.__file__).resolve().parents[2]
 
+CODE = """stages:
+  train:
+    params:
+      - train
+    deps:
+      - input
+      - workflow/eagle3/core
+      - workflow/scripts/train.py
+"""
+
 
 @pytest.fixture
 def project(in_tmp) -> Path:
     """A folder with params.yaml, dvc.yaml, one script and its helper, and an input."""
     tiny.write_params(in_tmp, tiny.params(Path("/m"), {"one": (Path("/r.jsonl"), "generate")}))
-    (in_tmp / "dvc.yaml").write_text("stages:\n  train:\n    params:\n      - train\n")
+    (in_tmp / "dvc.yaml").write_text(CODE)
     (in_tmp / "workflow/scripts").mkdir(parents=True)
-    (in_tmp / "workflow/eagle3").mkdir()
-    (in_tmp / "workflow/eagle3/__init__.py").write_text("")
-    (in_tmp / "workflow/eagle3/helper.py").write_text("A = 1\n")
-    (in_tmp / "workflow/scripts/train.py").write_text("from eagle3 import helper\n")
+    (in_tmp / "workflow/eagle3/core").mkdir(parents=True)
+    (in_tmp / "workflow/eagle3/core/helper.py").write_text("A = 1\n")
+    (in_tmp / "workflow/scripts/train.py").write_text("from eagle3.core import helper\n")
     (in_tmp / "input").mkdir()
     (in_tmp / "input/file").write_text("content")
     return in_tmp
@@ -54,9 +63,9 @@ def test_a_missing_input_names_the_command_that_makes_it(project):
         lambda p: (p / "input/file").write_text("other text"),
         lambda p: (p / "input/file").unlink(),
         lambda p: (p / "input/more").write_text(""),
-        lambda p: (p / "workflow/eagle3/helper.py").write_text("A = 2\n"),
+        lambda p: (p / "workflow/eagle3/core/helper.py").write_text("A = 2\n"),
         lambda p: (p / "workflow/scripts/train.py").write_text(
-            "from eagle3 import helper  # changed\n"
+            "from eagle3.core import helper  # changed\n"
         ),
     ],
 )
@@ -75,7 +84,7 @@ def test_code_edited_while_it_was_imported_fails_the_stage_at_once(project, monk
     monkeypatch.setitem(sys.modules, "_path", SimpleNamespace(BEGAN=time.time_ns() - 10**9))
     with pytest.raises(
         Refusal,
-        match="workflow/eagle3/helper.py, workflow/scripts/train.py changed while stage train ran",
+        match="workflow/eagle3/core/helper.py, workflow/scripts/train.py changed while stage train ran",
     ):
         with running("train", "params.yaml", ["input"]):
             raise AssertionError("the body ran")
@@ -83,7 +92,7 @@ def test_code_edited_while_it_was_imported_fails_the_stage_at_once(project, monk
 
 def test_code_that_comes_back_as_it_was_is_no_change(project):
     with running("train", "params.yaml", ["input"]):
-        helper = project / "workflow/eagle3/helper.py"
+        helper = project / "workflow/eagle3/core/helper.py"
         helper.write_text("A = 2\n")
         helper.write_text("A = 1\n")
 

@@ -94,7 +94,7 @@ def test_killed_at_random_nothing_is_lost_repeated_or_mixed(in_tmp, monkeypatch)
         runs, last = Runs(), 0
         runs.start(wild)
         while sum(killed.values()) < KILLS:
-            wait_until(lambda: len(lines(wild)) > last or not runs.running(), 120)
+            wait_until(lambda: len(lines(wild)) > last or not runs.running(), 120)  # noqa: B023
             assert runs.running(), runs.log()
             time.sleep(chooser.uniform(0, 0.2))
             what = chooser.choice(("generator", "server", "both"))

@@ -43,8 +43,9 @@ def holder(target, settings, then="time.sleep(3600)"):
     script = textwrap.dedent(f"""
         import sys, time; sys.path[:0] = [{str(LIBRARY)!r}]
         from pathlib import Path
-        from eagle3 import schema, server
-        from eagle3.target import Target
+        from eagle3.core import schema
+        from eagle3.serving import server
+        from eagle3.target.model import Target
         settings = schema.Server.model_validate_json({settings.model_dump_json()!r})
         with server.lease(settings, Target(Path({str(target.folder)!r})), say=lambda text: None) as lease:
             print("held", flush=True)
@@ -130,7 +131,7 @@ def test_a_crash_is_followed_by_a_restart_up_to_the_limit(target):
             wait_until(
                 lambda: (
                     server.read_state()["phase"] == "ready"
-                    and server.read_state()["restarts"] == crash
+                    and server.read_state()["restarts"] == crash  # noqa: B023
                 )
             )
             assert server.read_state()["server"] != before
@@ -317,8 +318,9 @@ def test_warming_needs_a_build_and_ends_with_it(target, monkeypatch):
         textwrap.dedent(f"""
         import sys; sys.path[:0] = [{str(LIBRARY)!r}]
         from pathlib import Path
-        from eagle3 import schema, server
-        from eagle3.target import Target
+        from eagle3.core import schema
+        from eagle3.serving import server
+        from eagle3.target.model import Target
         settings = schema.Server.model_validate_json({settings.model_dump_json()!r})
         server.warm(settings, Target(Path({str(target.folder)!r})), say=print)
     """)
