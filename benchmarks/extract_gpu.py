@@ -43,7 +43,7 @@ from eagle3.capture import extraction, sglang_hooks
 from eagle3.capture.extraction import Extraction, self_check
 from eagle3.capture.sglang_capture import SglangCapture, engine_version
 from eagle3.capture.transformers_capture import TransformersCapture, batches
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.core.files import digest_file, write_json
 from eagle3.hidden_states import shards
 from eagle3.hidden_states.layout import bytes_per_token
@@ -280,14 +280,14 @@ class Bench:
             SimpleNamespace(reserve_bytes=2**30),
             print,
         )
-        one.refuse_if_disk_too_small()
+        one.check_disk()
         checked: dict[str, float] = {}
 
         def check(*arguments):
             begun = time.monotonic()
             try:
                 return self_check(*arguments)
-            except Refusal as error:
+            except UserError as error:
                 self.results["errors"][f"{subject.label} {engine} {dtype}: self-check"] = str(error)
                 return {}
             finally:

@@ -34,7 +34,7 @@ from eagle3.bench import statistics as measuring
 from eagle3.bench import verdict as judging
 from eagle3.bench.replay import Simulator
 from eagle3.bench.statistics import Variant
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.core.files import read_json, write_json, write_text
 from eagle3.drafter import export
 from eagle3.target import layers
@@ -95,13 +95,13 @@ class Servers:
 
     @contextlib.contextmanager
     def serve(self, flags: dict):
-        """Raises Refusal with the end of the log if the server dies or gives no token in time."""
+        """Raises UserError with the end of the log if the server dies or gives no token in time."""
         process, port, log = self.running[self.start(flags)]
         url = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + self.patience
         while not ready(url):
             if process.poll() is not None or time.monotonic() > deadline:
-                raise Refusal(
+                raise UserError(
                     f"the server with {flags} did not come up: "
                     f"{log.read_text(errors='replace')[-3000:]}"
                 )
@@ -121,7 +121,7 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise Refusal("100 ports between 20000 and 50000 are taken")
+    raise UserError("100 ports between 20000 and 50000 are taken")
 
 
 def ready(url: str) -> bool:
@@ -339,13 +339,13 @@ def show(cells: list[dict], curve_cells: list[dict], content: dict) -> None:
     print(content["differences"])
     for cell in [*curve_cells, *cells]:
         try:
-            judging.refuse_unless_sound(cell, 1.05, 0.02, exact=False)
-        except Refusal as refusal:
-            print(f"NOT SOUND: {refusal}")
+            judging.check_sound(cell, 1.05, 0.02, exact=False)
+        except UserError as error:
+            print(f"NOT SOUND: {error}")
 
 
 if __name__ == "__main__":
     try:
         main()
-    except Refusal as refusal:
-        sys.exit(f"error: {refusal}")
+    except UserError as error:
+        sys.exit(f"error: {error}")

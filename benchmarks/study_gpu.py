@@ -65,7 +65,7 @@ class Study:
         self.gpus = [gpu for gpu in options.gpus.split(",") if gpu]
         self.names: list[str] = []
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         print(f"## {time.monotonic() - self.started:5.0f} s  {text}", flush=True)
 
     def environment(self, gpu: int) -> dict[str, str]:
@@ -178,7 +178,7 @@ class Study:
         lines = file.read_text().splitlines(keepends=True)
         for number in range(options.sets):
             (self.work / f"own-{number}.jsonl").write_text("".join(lines[number :: options.sets]))
-        self.say(f"{len(lines)} prompts")
+        self.log(f"{len(lines)} prompts")
 
     def answers(self) -> None:
         """Own prompts and packages' prompts, answered by a server on the first GPU."""
@@ -206,10 +206,10 @@ class Study:
                     "prepare", name, "--out", f"data/prompts/{name}.parquet"
                 ),
             )
-            self.say("prompts prepared")
+            self.log("prompts prepared")
             with servers.serve(flags):
                 assert ready(url)
-                self.say("server ready")
+                self.log("server ready")
                 self.each(
                     4,
                     lambda name, gpu: self.stage(
@@ -224,11 +224,11 @@ class Study:
                 )
         finally:
             servers.stop()
-        self.say("answers")
+        self.log("answers")
         for one in beside:
             with contextlib.suppress(subprocess.TimeoutExpired):  # it goes on beside what follows
                 one.wait(self.options.patience)
-        self.say("what ran beside")
+        self.log("what ran beside")
 
     def beside(self) -> list[subprocess.Popen]:
         """Benchmarks for the last GPU while the first one answers."""
@@ -275,7 +275,7 @@ class Study:
                 "--out",
                 f"vocab-{size}/draft_vocab.safetensors",
             )
-        self.say("records")
+        self.log("records")
 
         def extract(name: str, gpu: int) -> None:
             words = (name, "--records", f"data/records/{name}.parquet", "--out")
@@ -290,7 +290,7 @@ class Study:
             json.loads(p.read_text())["tokens"]
             for p in (self.work / "data/hidden_states").glob("*/manifest.json")
         )
-        self.say(f"states of {tokens:,} tokens")
+        self.log(f"states of {tokens:,} tokens")
 
     def train(self) -> None:
         """The drafters to serve on the first GPU, and beside them the comparison on the last one,
@@ -303,11 +303,11 @@ class Study:
             if len(self.gpus) < 2:
                 self.comparison.result()
             self.quality(served, 0, "trained")
-            self.say("trained")
+            self.log("trained")
             if options.served:
                 self.serve()
         self.comparison.result()
-        self.say("compared")
+        self.log("compared")
 
     @staticmethod
     def words_of(arm: str) -> dict[str, str]:
@@ -366,7 +366,7 @@ class Study:
             options.dtype,
             *shlex.split(options.serve),
         )
-        self.say("served")
+        self.log("served")
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ of being wrong.
 
 SGLang itself speculates without a GPU only with tests/sglang_cpu_kernels. KIND: `limit` (fewer
 requests at once than asked),
-`ignores` (starts without speculation, whatever the flags say), `silent` (no spec_verify_ct),
+`ignores` (starts without speculation, whatever the flags log), `silent` (no spec_verify_ct),
 `counts` (every cycle reported as accepting nothing), `errors` (every third request fails), `short`
 (completion_tokens disagree with output_ids), `busy` (never flushes)."""
 

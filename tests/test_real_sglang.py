@@ -20,7 +20,7 @@ from eagle3.bench import sglang as sglang_bench
 from eagle3.bench import speculation
 from eagle3.bench.statistics import Variant
 from eagle3.core import schema
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.prompts.chat_template import Renderer
 from eagle3.responses import status
 from eagle3.responses.engines import Request
@@ -29,9 +29,9 @@ from eagle3.responses.transformers_engine import TransformersEngine
 from eagle3.serving import server, supervisor
 from server_parts import gone, wait_until
 
-from tests.bench.test_bench import folder as project  # noqa: F401
+from tests.bench.test_bench import folder as project
 from tests.bench.test_bench import run as run_bench
-from tests.test_embedded import embedded  # noqa: F401
+from tests.test_embedded import embedded
 
 pytestmark = [
     pytest.mark.skipif("SGLANG" not in os.environ, reason="needs SGLang; make test-sglang runs it"),
@@ -62,7 +62,7 @@ def settings():
 
 
 @pytest.fixture(scope="module")
-def requests(embedded):  # noqa: F811
+def requests(embedded):
     renderer, made = Renderer(embedded), []
     for i, question in enumerate(QUESTIONS):
         ids = renderer.prompt_ids([{"role": "user", "content": question}])
@@ -71,11 +71,11 @@ def requests(embedded):  # noqa: F811
 
 
 @pytest.fixture(scope="module")
-def running(embedded, settings, tmp_path_factory):  # noqa: F811
+def running(embedded, settings, tmp_path_factory):
     """One server for all tests but the last, in a folder of its own."""
     folder, before = tmp_path_factory.mktemp("sglang"), os.getcwd()
     os.chdir(folder)
-    with server.lease(settings, embedded, say=print) as lease:
+    with server.lease(settings, embedded, log=print) as lease:
         yield lease
     os.chdir(before)
 
@@ -83,7 +83,7 @@ def running(embedded, settings, tmp_path_factory):  # noqa: F811
 def answers(target, settings, requests, on_result=lambda result: None, **runtime):
     engine, found = (
         SGLangEngine(
-            target, SAMPLING, settings, schema.Runtime(concurrency=8, **runtime), say=print
+            target, SAMPLING, settings, schema.Runtime(concurrency=8, **runtime), log=print
         ),
         {},
     )
@@ -95,21 +95,21 @@ def answers(target, settings, requests, on_result=lambda result: None, **runtime
     return found, made_by
 
 
-def test_it_reports_what_was_asked_for(running, embedded):  # noqa: F811
+def test_it_reports_what_was_asked_for(running, embedded):
     found = running.fingerprint
     assert found["weight_version"] == embedded.digest and found["dtype"] == embedded.info["dtype"]
     assert found["context_length"] == embedded.info["context_length"] and found["version"]
     with pytest.raises(
-        Refusal, match="kv_cache_dtype 'auto', but target.kv_cache_dtype is 'fp8_e4m3'"
+        UserError, match="kv_cache_dtype 'auto', but target.kv_cache_dtype is 'fp8_e4m3'"
     ):
         embedded.info["kv_cache_dtype"] = "fp8_e4m3"
         try:
-            server.refuse_if_other(found, embedded, running.urls[0])
+            server.check_same(found, embedded, running.urls[0])
         finally:
             embedded.info["kv_cache_dtype"] = "auto"
 
 
-def test_its_answers_are_those_of_transformers(running, embedded, settings, requests):  # noqa: F811
+def test_its_answers_are_those_of_transformers(running, embedded, settings, requests):
     """Greedy ids, end token included, equal up to rounding: a tie may fall the other way in one
     answer of eight."""
     found, made_by = answers(embedded, settings, requests)
@@ -126,7 +126,7 @@ def test_its_answers_are_those_of_transformers(running, embedded, settings, requ
     assert kinds <= {("stop", True), ("length", False)}
 
 
-def test_a_prompt_that_is_too_long_is_an_error_at_once(running, embedded, settings):  # noqa: F811
+def test_a_prompt_that_is_too_long_is_an_error_at_once(running, embedded, settings):
     long = Request("long", 0, "f" * 32, [5] * (embedded.info["context_length"] + 10), 4, 0)
     found, _ = answers(embedded, settings, [long])
     assert found[long.key].error in ("http_400", "refused_by_server") and found[long.key].tries == 1
@@ -138,7 +138,7 @@ def test_status_reads_its_metrics(running):
     assert "ready for" in line and "running" in line and "KV cache" in line
 
 
-def test_the_client_killed_in_the_middle_aborts_its_requests(running, embedded, settings, requests):  # noqa: F811
+def test_the_client_killed_in_the_middle_aborts_its_requests(running, embedded, settings, requests):
     """The server is free again at once: what nobody waits for is not computed."""
 
     class Enough(Exception):
@@ -159,7 +159,7 @@ def test_killed_in_the_middle_it_comes_back_and_no_row_is_lost(
     running,
     embedded,
     settings,
-    requests,  # noqa: F811
+    requests,
 ):
     """Its scheduler, then the whole of it; every row is answered as before."""
     before, _ = answers(embedded, settings, requests)
@@ -184,7 +184,7 @@ def test_killed_in_the_middle_it_comes_back_and_no_row_is_lost(
         assert found[request.key].output_ids == before["0" + request.key[1:]].output_ids
 
 
-def test_nothing_is_left_of_it(embedded, settings, in_tmp):  # noqa: F811
+def test_nothing_is_left_of_it(embedded, settings, in_tmp):
     """SIGKILL of the process that holds the lease, while the real thing is starting."""
     from tests.serving.test_server import holder
 
@@ -224,7 +224,7 @@ def test_every_flag_that_a_bench_gives_is_one_of_this_version(learnt):
     sglang_server.PROGRAM.name != "sglang-cpu",
     reason="the kernels are those of SGLang 0.5.23 for the CPU",
 )
-def test_a_bench_on_a_server_that_speculates(project):  # noqa: F811
+def test_a_bench_on_a_server_that_speculates(project):
     """Both arms on SGLang through the supervisor. Its EAGLE worker drafts with our drafter and
     verifies: it accepts what a replay of its own answers says, and writes what it writes
     without."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import kimi
 import pytest
 from eagle3.core import params, sources
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.core.schema import Dataset, Prompts, Source, Target
 from eagle3.hidden_states import shards
 from eagle3.prompts import prompts
@@ -40,7 +40,7 @@ def filled(content):
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_right_but_for_its_named_blanks(name):
     if BLANKS[name]:
-        with pytest.raises(Refusal) as caught:
+        with pytest.raises(UserError) as caught:
             params.check(RECIPES[name])
         lines = str(caught.value).splitlines()
         assert len(lines) == len(BLANKS[name])

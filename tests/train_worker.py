@@ -8,15 +8,15 @@ import sys
 from pathlib import Path
 
 import training_parts as training
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.training.trainer import Stop
 
 folder, data, kind, out = sys.argv[1:]
 around, seen = {"parallel": kind, "checkpoint_every": 1000}, {}
 try:
     training.make_trainer(Path(folder), Path(data), micro_batches=1, runtime=around)
-except Refusal as refusal:
-    seen["refused"] = str(refusal)
+except UserError as error:
+    seen["refused"] = str(error)
 trainer = training.make_trainer(Path(folder), Path(data), micro_batches=2, runtime=around)
 if trainer.leader:  # the other process gets none and must stop after the same update all the same
     step = trainer._step

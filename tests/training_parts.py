@@ -98,7 +98,7 @@ def write_shards(folder: Path, found: list[dict], validation: int = 2) -> Path:
 def make_trainer(
     folder: Path,
     data: Path,
-    say=lambda text: None,
+    log=lambda text: None,
     start=None,
     runtime: dict | None = None,
     **params,
@@ -126,7 +126,7 @@ def make_trainer(
         settings,
         around,
         checkpoints,
-        say,
+        log,
         start,
     )
 

@@ -31,7 +31,7 @@ def test_served_and_replayed_agree_exactly_in_process(cells):
     (cell,) = cells[1]
     for figures in (cell["all"], *cell["datasets"].values()):
         assert figures["accept_length"]["replayed"] == figures["accept_length"]["served"]
-    judging.refuse_unless_sound(cell, 1.05, 1e-9, exact=True)
+    judging.check_sound(cell, 1.05, 1e-9, exact=True)
 
 
 def test_sets_add_up_to_all(cells):
@@ -64,5 +64,5 @@ def test_an_untrained_drafter_is_refused(tiny_target, learnt):
     measured = benching.measure(tiny_target, drafter, captured, prompts, variant, 12)
     (cell,) = measuring.cells(measured, [variant], prompts, None)
     assert cell["all"]["accept_length"]["replayed"] is None
-    with pytest.raises(judging.Refusal, match="min_accept_length"):
-        judging.refuse_unless_sound(cell, 1.3, 0.05, exact=True)
+    with pytest.raises(judging.UserError, match="min_accept_length"):
+        judging.check_sound(cell, 1.3, 0.05, exact=True)

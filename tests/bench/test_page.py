@@ -8,7 +8,7 @@ import subprocess
 import pytest
 from eagle3.bench import page
 
-from tests.bench.test_report import made  # noqa: F401
+from tests.bench.test_report import made
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 FLAGS = (
@@ -44,7 +44,7 @@ def test_every_text_and_line_stands_out(palette):
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
 @pytest.mark.parametrize("width", [500, 1280])
-def test_nothing_is_wider_than_the_window(width, made, tmp_path):  # noqa: F811
+def test_nothing_is_wider_than_the_window(width, made, tmp_path):
     (tmp_path / "page.html").write_text(page.render(made).replace("</body>", PROBE))
     done = subprocess.run(
         [

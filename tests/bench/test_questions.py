@@ -6,7 +6,7 @@ import pytest
 import tiny
 import tiny_drafter
 from eagle3.bench import questions as held_out
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.prompts.chat_template import Renderer
 
 
@@ -34,7 +34,7 @@ def test_what_training_has_seen_is_left_out_whatever_it_is_called(tmp_path):
 def test_nothing_left_is_a_refusal(tmp_path):
     write(tmp_path, "a", [[11, 1]], "validation")
     write(tmp_path, "b", [[11, 1]], "train")
-    with pytest.raises(Refusal, match="1 left out because training has seen them"):
+    with pytest.raises(UserError, match="1 left out because training has seen them"):
         held_out.collect(tmp_path, 9, held_out.trained_prompts(tmp_path))
 
 
@@ -75,7 +75,7 @@ def test_unseen_questions_come_first_and_a_raised_cap_keeps_the_earlier_ones(tin
 
 def test_unusable_questions_are_a_refusal_with_reasons(tiny_target):
     rows = [(0, ValueError("line 1")), (1, {"prompt": "a " * 300}), (2, {"prompt": "<|im_end|>"})]
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(UserError) as caught:
         held_out.questions("set", rows, wanted(), Renderer(tiny_target), 20, set())
     for reason in ("unreadable", "prompt_too_long", "special_token_in_text"):
         assert reason in str(caught.value)

@@ -16,7 +16,7 @@ from eagle3.bench.figures import Served
 from eagle3.bench.replay import Simulator
 from eagle3.bench.sglang import Plan
 from eagle3.bench.statistics import Variant
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.target import layers
 
 
@@ -110,7 +110,7 @@ def test_the_whole_matrix_is_measured_and_served_equals_replayed(
             and figures["inter_token"]["baseline"]["p95"] > 0
         )
         assert figures["seconds"]["verify_cycle"] > 0
-        judging.refuse_unless_sound(cell, 1.05, 1e-9, exact=True)
+        judging.check_sound(cell, 1.05, 1e-9, exact=True)
 
 
 def test_arms_differ_by_speculation_only_and_order_turns_round(matrix):
@@ -158,7 +158,7 @@ def test_the_cache_is_flushed_before_every_run_and_the_warm_up_not_counted(matri
 )
 def test_a_wrong_server_is_refused(wrong, message, learnt, tiny_model, prompts):
     """catalogue F04 (limit), E01 (ignores, silent), F05 (busy)"""
-    with pytest.raises(Refusal, match=message):
+    with pytest.raises(UserError, match=message):
         sglang_bench.measure(Servers(tiny_model, wrong).serve, prompts, small_plan(learnt))
 
 
@@ -168,8 +168,8 @@ def test_accept_length_of_one_is_measured_and_then_refused(learnt, tiny_model, p
     measured = sglang_bench.measure(Servers(tiny_model, "counts").serve, prompts, plan)
     (cell,) = measuring.cells(measured, plan.variants, prompts, None)
     assert cell["all"]["accept_length"]["per_cycle"] == 1
-    with pytest.raises(Refusal, match="accept length is 1.000.*check, in this order"):
-        judging.refuse_unless_sound(cell, 1.05, 0.05, exact=False)
+    with pytest.raises(UserError, match="accept length is 1.000.*check, in this order"):
+        judging.check_sound(cell, 1.05, 0.05, exact=False)
 
 
 def test_failed_requests_are_rows_and_are_counted(learnt, tiny_model, prompts):
@@ -181,7 +181,7 @@ def test_failed_requests_are_rows_and_are_counted(learnt, tiny_model, prompts):
 
 
 def test_a_baseline_that_speculates_is_refused(learnt, tiny_model, prompts):
-    with pytest.raises(Refusal, match="baseline server reports speculative_algorithm"):
+    with pytest.raises(UserError, match="baseline server reports speculative_algorithm"):
         sglang_bench.measure(
             Servers(tiny_model).serve,
             prompts,
@@ -199,16 +199,16 @@ def test_too_few_prompts_and_a_missing_drafter_are_refused_before_a_server_start
 ):
     """catalogue E18"""
     servers = Servers(tiny_model)
-    with pytest.raises(Refusal, match="goes to 8, but there are 4"):
+    with pytest.raises(UserError, match="goes to 8, but there are 4"):
         sglang_bench.measure(servers.serve, prompts, small_plan(learnt, concurrencies=[8]))
-    with pytest.raises(Refusal, match="no drafter at"):
+    with pytest.raises(UserError, match="no drafter at"):
         sglang_bench.measure(servers.serve, prompts, Plan([Variant("x", tmp_path, 3)], [1], 8))
     assert servers.started == []
 
 
 def test_a_server_that_is_gone_is_a_refusal_and_its_requests_are_errors():
     client = BenchClient("http://127.0.0.1:9", timeout=5)
-    with pytest.raises(Refusal, match="does not answer"):
+    with pytest.raises(UserError, match="does not answer"):
         client.settings()
     rows, _ = client.answers([{"dataset": "a", "id": "1", "prompt_ids": [1]}], 1, 4)
     assert "ClientConnector" in rows[0].error

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from eagle3.bench import speculation
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from safetensors.torch import load_file, save_file
 
 
@@ -36,12 +36,12 @@ def test_flags_follow_from_the_drafter(learnt):
 
 def test_no_drafter_is_refused_before_a_server_starts(tmp_path):
     """catalogue E18: without a draft path SGLang loads the target as its own drafter."""
-    with pytest.raises(Refusal, match="no drafter at"):
+    with pytest.raises(UserError, match="no drafter at"):
         speculation.flags(tmp_path, 3, 1, 4)
 
 
 def test_another_architecture_is_refused(learnt, tmp_path):
-    with pytest.raises(Refusal, match="LlamaForCausalLMEagle,"):
+    with pytest.raises(UserError, match="LlamaForCausalLMEagle,"):
         speculation.algorithm_of(
             copy_with(learnt, tmp_path, architectures=["LlamaForCausalLMEagle"])
         )
@@ -51,12 +51,12 @@ def test_a_drafter_that_does_not_read_three_states_is_refused(learnt, tmp_path):
     def narrow(tensors):
         tensors["fc.weight"] = tensors["fc.weight"][:, :64].contiguous()
 
-    with pytest.raises(Refusal, match=r"\(32, 64\), not \(32, 96\)"):
+    with pytest.raises(UserError, match=r"\(32, 64\), not \(32, 96\)"):
         speculation.algorithm_of(copy_with(learnt, tmp_path, narrow))
 
 
 def test_a_chain_whose_tokens_sglang_would_change_is_refused(learnt):
-    with pytest.raises(Refusal, match="verifies steps \\+ 1 = 4"):
+    with pytest.raises(UserError, match="verifies steps \\+ 1 = 4"):
         speculation.flags(learnt.folder, 3, 1, 8)
 
 
@@ -91,11 +91,11 @@ def test_settings_are_found_where_versions_keep_them():
 def test_arms_with_other_settings_are_refused_with_both_values(change):
     """catalogue F04: speculation silently limits the requests at once to 48."""
     same, other = speculation.read_back(INFO), speculation.read_back({**INFO, **change})
-    speculation.refuse_if_settings_differ(same, dict(same))
-    with pytest.raises(Refusal, match="not comparable.*without and.*with speculation"):
-        speculation.refuse_if_settings_differ(same, other)
+    speculation.check_settings(same, dict(same))
+    with pytest.raises(UserError, match="not comparable.*without and.*with speculation"):
+        speculation.check_settings(same, other)
 
 
 def test_a_server_that_runs_fewer_at_once_is_refused():
-    with pytest.raises(Refusal, match="128 requests at once.*64"):
-        speculation.refuse_if_limited(speculation.read_back(INFO), 128)
+    with pytest.raises(UserError, match="128 requests at once.*64"):
+        speculation.check_limits(speculation.read_back(INFO), 128)

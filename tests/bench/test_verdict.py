@@ -2,7 +2,7 @@
 
 import pytest
 from eagle3.bench import verdict as judging
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 
 
 def cell(**changes) -> dict:
@@ -43,13 +43,13 @@ def cell(**changes) -> dict:
 
 
 def refusal(made: dict, exact: bool = False) -> str:
-    with pytest.raises(Refusal) as caught:
-        judging.refuse_unless_sound(made, 1.05, 0.05, exact)
+    with pytest.raises(UserError) as caught:
+        judging.check_sound(made, 1.05, 0.05, exact)
     return str(caught.value)
 
 
 def test_a_sound_cell_passes():
-    judging.refuse_unless_sound(cell(), 1.05, 0.05, exact=True)
+    judging.check_sound(cell(), 1.05, 0.05, exact=True)
 
 
 def test_accept_length_of_one_fails_with_a_checklist():
@@ -76,7 +76,7 @@ def test_impossible_accept_lengths_fail(value):
 def test_outputs_must_be_equal_in_process_only():
     different = cell(outputs__equal=3)
     assert "3 of 4" in refusal(different, exact=True)
-    judging.refuse_unless_sound(different, 1.05, 0.05, exact=False)
+    judging.check_sound(different, 1.05, 0.05, exact=False)
 
 
 def test_slower_is_said_in_words_with_the_break_even():

@@ -9,7 +9,7 @@ import pytest
 import tiny
 from eagle3.capture import disk
 from eagle3.core.dvc_cache import cached_file, cached_files, remove_if_corrupt
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 
 SIZE = 3_000_000
 
@@ -58,14 +58,14 @@ def test_a_cache_on_another_file_system_counts_there(in_tmp):
 def test_refusal_has_the_numbers(in_tmp):
     """What is needed, kept and free, and how many tokens would fit."""
     free = shutil.disk_usage(".").free
-    with pytest.raises(Refusal) as refusal:
-        disk.refuse_if_too_small(
+    with pytest.raises(UserError) as error:
+        disk.check_size(
             Path("w"), 10 * free, 0, 1_000_000, ", set hidden_states.dtype to float8_e4m3fn"
         )
-    text = str(refusal.value)
+    text = str(error.value)
     fits = int(text.split(" of 1,000,000 tokens")[0].rpartition(" ")[2].replace(",", ""))
     assert abs(fits - 100_000) < 2000 and f"{10 * free:,} bytes" in text and "float8_e4m3fn" in text
-    disk.refuse_if_too_small(Path("w"), 1000, 0, 10)
+    disk.check_size(Path("w"), 1000, 0, 10)
 
 
 def test_only_corrupt_objects_leave_the_cache(in_tmp):

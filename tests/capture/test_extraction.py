@@ -22,7 +22,7 @@ import torch
 from eagle3.capture import extraction as module
 from eagle3.capture.extraction import Extraction
 from eagle3.capture.transformers_capture import Replica, TransformersCapture
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.hidden_states import shards
 from eagle3.records import records as record_files
 from eagle3.records.records import Record
@@ -93,7 +93,7 @@ def extract(
         (said if said is not None else []).append,
     )
     one.reuse({p.name: p for p in earlier.iterdir()} if earlier and earlier.exists() else {})
-    one.refuse_if_disk_too_small()
+    one.check_disk()
     capture = capture or Counting(model, layers)
     one.capture(lambda: contextlib.nullcontext(capture), target.head, greedy)
     one.publish(out, {"records_digest": "d"})
@@ -265,14 +265,14 @@ def test_too_little_disk_is_said_before_the_first_write(in_tmp, target):
         SimpleNamespace(reserve_bytes=2**60),
         print,
     )
-    with pytest.raises(Refusal) as refusal:
-        one.refuse_if_disk_too_small()
+    with pytest.raises(UserError) as error:
+        one.check_disk()
     needed = sum(p.size for p in one.plan)
-    assert f"need {needed:,} bytes" in str(refusal.value) and "GiB are free" in str(refusal.value)
+    assert f"need {needed:,} bytes" in str(error.value) and "GiB are free" in str(error.value)
     assert (
-        "0 of" in str(refusal.value)
-        and "float8_e4m3fn" in str(refusal.value)
-        and "max_samples" in str(refusal.value)
+        "0 of" in str(error.value)
+        and "float8_e4m3fn" in str(error.value)
+        and "max_samples" in str(error.value)
     )
     assert not list((in_tmp / "w").rglob("*.part"))
 
@@ -324,7 +324,7 @@ def test_quarantine_has_a_limit(in_tmp, target, model):
     assert "NaN or inf in first layer" in manifest["quarantined"][0]["reason"]
     assert "r7" not in {row["id"] for row in shards.ShardSet([out], "train", {})}
     with pytest.raises(
-        Refusal, match="2 of 20 records have no usable states.*max_quarantine_rate 0.05.*r3"
+        UserError, match="2 of 20 records have no usable states.*max_quarantine_rate 0.05.*r3"
     ):
         extract(target, model, make_records(in_tmp / "r.parquet", 20, bad=(3, 7)), out, rate=0.05)
 
@@ -372,7 +372,7 @@ def same_length(path: Path) -> Path:
 
 def test_mixed_up_requests_are_noticed(in_tmp, target, model):
     """catalogue D01: before the first shard is kept."""
-    with pytest.raises(Refusal, match="captured alone and in a batch differ"):
+    with pytest.raises(UserError, match="captured alone and in a batch differ"):
         extract(
             target, model, same_length(in_tmp / "r.parquet"), in_tmp / "out", capture=Mixed(model)
         )
@@ -392,7 +392,7 @@ def test_a_shift_is_told_from_the_rounding_of_another_batch():
     pair = {"aux": states, "last": states}
     assert 0.04 < module._agreement([(pair, {"aux": noisy, "last": noisy})]) < 0.08
     with pytest.raises(
-        Refusal, match="captured alone and in a batch differ.*largest difference: [12]"
+        UserError, match="captured alone and in a batch differ.*largest difference: [12]"
     ):
         module._agreement([(pair, {"aux": shifted, "last": shifted})])
 
@@ -400,7 +400,7 @@ def test_a_shift_is_told_from_the_rounding_of_another_batch():
 def test_missing_states_name_the_prefix_cache(in_tmp, target, model):
     """catalogue D02"""
     with pytest.raises(
-        Refusal,
+        UserError,
         match="16 of 20 tokens have states, the first from token 4 on.*--disable-radix-cache",
     ):
         extract(
@@ -411,7 +411,7 @@ def test_missing_states_name_the_prefix_cache(in_tmp, target, model):
 def test_states_that_do_not_predict_the_answers_are_refused(in_tmp, target, model):
     """catalogue D07: states from before the norm, or of another target; here the tokens are not the
     model's at all."""
-    with pytest.raises(Refusal, match="of greedy tokens are what the captured states predict"):
+    with pytest.raises(UserError, match="of greedy tokens are what the captured states predict"):
         extract(target, model, make_records(in_tmp / "r.parquet", 6), in_tmp / "out", greedy=True)
 
 
@@ -433,7 +433,7 @@ def test_a_damaged_shard_in_the_cache_of_dvc_is_rebuilt_alone(project):
     for copy in (Path(".dvc/cache/files/md5", name[:2], name[2:]), out / entries[0]["file"]):
         os.chmod(copy, 0o644)
         os.truncate(copy, 3000)
-    with pytest.raises(Refusal, match="is damaged"):
+    with pytest.raises(UserError, match="is damaged"):
         shards.ShardSet([out], "train", {})
     said = tiny.run(project, "dvc", "repro", "--force", "--single-item", "extract@one").stdout
     assert "its copy is removed from the DVC cache" in said

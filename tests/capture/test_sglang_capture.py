@@ -15,7 +15,7 @@ import torch
 from eagle3.capture import sglang_hooks
 from eagle3.capture.sglang_capture import SglangCapture, engine_version
 from eagle3.capture.transformers_capture import Job
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.hidden_states import shards
 from eagle3.hidden_states.shards import ShardWriter
 from eagle3.records.records import Record
@@ -102,7 +102,7 @@ def test_a_width_that_is_not_3h_stops_the_run(server):
     url, root, _ = server
     (root / "wide").mkdir(exist_ok=True)
     writer = ShardWriter(root / "wide", "k", records([9]), 48, "float32")
-    with pytest.raises(Refusal, match="captured width is .* not 3 x 48"):
+    with pytest.raises(UserError, match="captured width is .* not 3 x 48"):
         SglangCapture([url], concurrency=16).run(iter([Job(writer, 0)]), lambda job: None)
     writer.discard()
 

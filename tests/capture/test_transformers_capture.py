@@ -15,7 +15,7 @@ from eagle3.capture.transformers_capture import (
     decoder_of,
     pieces,
 )
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.hidden_states.shards import ShardWriter
 from eagle3.records.records import Record
 from eagle3.target.layers import captured_layers
@@ -125,9 +125,9 @@ def test_an_error_ends_the_run_and_reaches_the_caller(in_tmp, model):
 
     def jobs():
         yield Job(writer, 0)
-        raise Refusal("disk full")
+        raise UserError("disk full")
 
-    with pytest.raises(Refusal, match="disk full"):
+    with pytest.raises(UserError, match="disk full"):
         capture(model, batch_tokens=1).run(jobs(), lambda job: None)
     writer.discard()
     with pytest.raises(FileNotFoundError):
@@ -138,7 +138,7 @@ def test_a_width_that_is_not_3h_is_refused(in_tmp, model):
     """catalogue D08"""
     replica = Replica(model, [2, 4], H)
     with pytest.raises(
-        Refusal, match="captured width is 64, not 3 x 32; check hidden_states.layers"
+        UserError, match="captured width is 64, not 3 x 32; check hidden_states.layers"
     ):
         replica.states([[5, 6, 7]])
     for hook in replica.hooks:
@@ -209,6 +209,6 @@ def test_deepseek_style_targets(in_tmp):
 
 
 def test_models_of_another_shape_are_refused():
-    with pytest.raises(Refusal, match="no decoder layers found in Linear"):
+    with pytest.raises(UserError, match="no decoder layers found in Linear"):
         decoder_of(torch.nn.Linear(2, 2))
     assert captured_layers(8) == [2, 4, 5]

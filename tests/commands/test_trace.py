@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from eagle3.commands import trace as lineage
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.core.files import digest_file, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -187,5 +187,5 @@ def test_a_drafter_that_no_lock_knows_is_matched_by_its_records(built, tmp_path,
 
 
 def test_a_folder_that_is_no_drafter_is_refused(tmp_path):
-    with pytest.raises(Refusal, match="has no training.json"):
+    with pytest.raises(UserError, match="has no training.json"):
         lineage.trace(tmp_path)

@@ -7,7 +7,7 @@ import tiny
 import yaml
 from eagle3.build import keys
 from eagle3.core import params as parameters
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.core.files import canonical_json
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,12 +66,12 @@ def test_numbers_are_what_dvc_reads(tmp_path, text, value):
 def test_broken_yaml_is_refused_with_its_place(tmp_path, text, message):
     path = tmp_path / "params.yaml"
     path.write_text(text)
-    with pytest.raises(Refusal, match=message):
+    with pytest.raises(UserError, match=message):
         parameters.read_yaml(path)
 
 
 def test_missing_file_says_what_to_do(tmp_path):
-    with pytest.raises(Refusal, match="missing; run this in the project's folder"):
+    with pytest.raises(UserError, match="missing; run this in the project's folder"):
         parameters.read_yaml(tmp_path / "params.yaml")
 
 
@@ -81,9 +81,9 @@ def test_wrong_keys_are_named_with_value_and_what_is_allowed():
     wrong["train"]["epochs1"] = 3
     wrong["train"]["lr"] = "fast"
     del wrong["datasets"]["one"]["answers"]
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(UserError) as error:
         parameters.check(wrong)
-    said = str(refusal.value)
+    said = str(error.value)
     assert "train.epochs1 is no known key; known here: " in said and "epochs" in said
     assert "train.lr is 'fast'" in said and "datasets.one.answers is missing" in said
 
@@ -92,7 +92,7 @@ def test_a_data_set_with_a_space_in_its_name_is_refused_in_words():
     wrong = content()
     wrong["datasets"]["my data"] = wrong["datasets"]["one"]
     with pytest.raises(
-        Refusal,
+        UserError,
         match="datasets.my data: names of data sets hold letters, digits, _ . - and begin with a "
         "letter",
     ):
@@ -106,7 +106,7 @@ def test_slices_are_filled_in_per_data_set():
         "generate",
     ]
     assert parameters.stage_slices("prepare@two", DEFINITIONS, content())[-1] == "on_policy"
-    with pytest.raises(Refusal, match="dvc.yaml has no stage trian; it has train, prepare"):
+    with pytest.raises(UserError, match="dvc.yaml has no stage trian; it has train, prepare"):
         parameters.stage_slices("trian", DEFINITIONS, content())
 
 
@@ -137,7 +137,7 @@ def test_a_declared_parameter_is_read_as_it_is():
 def test_an_undeclared_parameter_is_refused_with_the_line_to_add(slices, read, named):
     """Catalogue H04: it would be a silent staleness bug."""
     with pytest.raises(
-        Refusal, match=rf"reads {named}.*add `- {named}.*` under stages.prepare.params"
+        UserError, match=rf"reads {named}.*add `- {named}.*` under stages.prepare.params"
     ):
         read(declared(*slices))
 
@@ -214,7 +214,7 @@ def test_a_key_file_is_written_only_when_its_slice_changes(in_tmp):
 )
 def test_a_broken_lock_file_is_refused_with_the_way_out(in_tmp, text, said):
     Path("dvc.lock").write_text(text)
-    with pytest.raises(Refusal, match=said):
+    with pytest.raises(UserError, match=said):
         keys.read_lock()
 
 

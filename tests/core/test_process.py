@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from eagle3.core import process
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 
 WORKFLOW = Path(process.__file__).resolve().parents[2]
 
@@ -120,7 +120,7 @@ with exclusive(sys.argv[1], "stage x"):
     )
     assert holder.stdout.readline() == "held\n"
     with pytest.raises(
-        Refusal, match=f"stage x is already running as process {holder.pid}; wait for it"
+        UserError, match=f"stage x is already running as process {holder.pid}; wait for it"
     ):
         with process.exclusive(tmp_path / "work", "stage x"):
             pass

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from eagle3.core import params
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = yaml.safe_load((ROOT / "params.yaml").read_text())
@@ -18,7 +18,7 @@ def refusal(edit) -> str:
     """What the check says to the project's own file after `edit` changed it."""
     content = copy.deepcopy(params.read_yaml(ROOT / "params.yaml"))
     edit(content)
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(UserError) as caught:
         params.check(content)
     return str(caught.value)
 
@@ -137,7 +137,7 @@ def test_a_missing_section_and_several_mistakes_are_all_named():
 
 def test_a_key_that_stands_twice_is_refused(tmp_path):
     (tmp_path / "params.yaml").write_text("train:\n  lr: 1\n  lr: 2\n")
-    with pytest.raises(Refusal, match=r"params.yaml, line 3.*'lr' stands twice"):
+    with pytest.raises(UserError, match=r"params.yaml, line 3.*'lr' stands twice"):
         params.load(tmp_path / "params.yaml")
 
 

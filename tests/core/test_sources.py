@@ -11,7 +11,7 @@ import zipfile
 
 import pytest
 from eagle3.core import schema, sources
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 
 ROWS = [{"prompt": "one\u2028line", "n": 1}, {"prompt": "two", "n": 2}]
 
@@ -77,15 +77,15 @@ def test_a_bad_line_is_a_bad_row_with_its_place(tmp_path):
 def test_what_cannot_be_read_is_refused(tmp_path, name, content, message):
     path = tmp_path / name
     path.mkdir() if content is None else path.write_bytes(content)
-    with pytest.raises(Refusal, match=message):
+    with pytest.raises(UserError, match=message):
         read(path)
 
 
 def test_a_file_of_another_digest_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text("{}\n")
-    with pytest.raises(Refusal, match="has sha256 .*, not 0000"):
+    with pytest.raises(UserError, match="has sha256 .*, not 0000"):
         sources.local_path(schema.Source(path=str(tmp_path / "a.jsonl"), sha256="0" * 64))
-    with pytest.raises(Refusal, match="does not exist"):
+    with pytest.raises(UserError, match="does not exist"):
         sources.local_path(schema.Source(path="nowhere.jsonl"))
 
 
@@ -132,7 +132,7 @@ def test_a_file_that_a_package_ships(in_tmp, monkeypatch, make, file, option):
     made = len(calls)
     fetch()
     assert len(calls) == made
-    with pytest.raises(Refusal, match=f"has sha256 {digest}, not {'1' * 64}"):
+    with pytest.raises(UserError, match=f"has sha256 {digest}, not {'1' * 64}"):
         fetch("1" * 64)
-    with pytest.raises(Refusal, match="cannot get other.jsonl of pack==1.0"):
+    with pytest.raises(UserError, match="cannot get other.jsonl of pack==1.0"):
         fetch("1" * 64, "other.jsonl")

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 from eagle3.core import stage as stages
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.core.stage import running
 
 WORKFLOW = Path(stages.__file__).resolve().parents[2]
@@ -51,7 +51,7 @@ def test_the_start_of_a_stage_is_recorded(project):
 
 def test_a_missing_input_names_the_command_that_makes_it(project):
     with pytest.raises(
-        Refusal, match="nowhere is missing; `snakemake --cores all nowhere` builds it"
+        UserError, match="nowhere is missing; `snakemake --cores all nowhere` builds it"
     ):
         with running("train", "params.yaml", ["nowhere"]):
             pass
@@ -71,7 +71,7 @@ def test_a_missing_input_names_the_command_that_makes_it(project):
 )
 def test_an_input_or_the_code_changed_during_the_run_fails_the_stage(project, edit):
     with pytest.raises(
-        Refusal,
+        UserError,
         match="changed while stage train ran, so its result would belong to neither version",
     ):
         with running("train", "params.yaml", ["input"]):
@@ -83,7 +83,7 @@ def test_code_edited_while_it_was_imported_fails_the_stage_at_once(project, monk
     imported."""
     monkeypatch.setitem(sys.modules, "_path", SimpleNamespace(BEGAN=time.time_ns() - 10**9))
     with pytest.raises(
-        Refusal,
+        UserError,
         match="workflow/eagle3/core/helper.py, workflow/scripts/train.py changed while stage train ran",
     ):
         with running("train", "params.yaml", ["input"]):
@@ -103,13 +103,13 @@ def test_parameters_of_others_may_be_edited_during_the_run_its_own_not(project):
     with running("train", "params.yaml", ["input"]):
         tiny.write_params(project, content)
     content["train"]["lr"] = 0.5
-    with pytest.raises(Refusal, match="params.yaml changed while stage train ran"):
+    with pytest.raises(UserError, match="params.yaml changed while stage train ran"):
         with running("train", "params.yaml", ["input"]):
             tiny.write_params(project, content)
 
 
 def test_a_params_file_broken_during_the_run_fails_the_stage(project):
-    with pytest.raises(Refusal, match="params.yaml changed"):
+    with pytest.raises(UserError, match="params.yaml changed"):
         with running("train", "params.yaml", ["input"]):
             (project / "params.yaml").write_text("a: [")
 
@@ -121,7 +121,7 @@ def test_what_is_left_of_other_data_sets_goes_first_and_is_no_change(project, ca
     with running("train", "params.yaml", ["records"]):
         assert not Path("records/old.parquet").exists()
     assert "train: removed records/old.parquet" in capsys.readouterr().err
-    with pytest.raises(Refusal, match="records/one.parquet changed"):
+    with pytest.raises(UserError, match="records/one.parquet changed"):
         with running("train", "params.yaml", ["records"]):
             Path("records/one.parquet").unlink()
 
@@ -130,7 +130,7 @@ def script(body: str) -> list[str]:
     return [
         sys.executable,
         "-c",
-        "import argparse, time\nfrom eagle3.core.errors import Refusal\n"
+        "import argparse, time\nfrom eagle3.core.errors import UserError\n"
         "from eagle3.core.stage import main\ndef body(arguments):\n    "
         f"{body}\nmain(argparse.ArgumentParser(), body)\n",
     ]
@@ -141,7 +141,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(WORKFLOW)}
 
 def test_a_refusal_is_one_sentence_and_exit_code_1():
     done = subprocess.run(
-        script("raise Refusal('a is 1, not 2; do b')"),
+        script("raise UserError('a is 1, not 2; do b')"),
         env=ENVIRONMENT,
         capture_output=True,
         text=True,

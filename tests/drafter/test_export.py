@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import training_parts as training
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.drafter import export
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -84,10 +84,10 @@ def test_a_missing_or_misshapen_tensor_is_refused_by_name(exported, name):
     _, folder = exported
     tensors = load_file(folder / "model.safetensors")
     save_file({k: v for k, v in tensors.items() if k != name}, folder / "model.safetensors")
-    with pytest.raises(Refusal, match=f"{name} is missing"):
+    with pytest.raises(UserError, match=f"{name} is missing"):
         export.read(folder)
     save_file({**tensors, name: tensors[name][:-1].clone()}, folder / "model.safetensors")
-    with pytest.raises(Refusal, match=f"{name} is .* instead of"):
+    with pytest.raises(UserError, match=f"{name} is .* instead of"):
         export.read(folder)
 
 
@@ -105,5 +105,5 @@ def test_unknown_tensors_broken_values_and_wrong_maps_are_refused(exported):
         ({"t2d": ~tensors["t2d"]}, "t2d marks"),
     ):
         save_file({**tensors, **changed}, folder / "model.safetensors")
-        with pytest.raises(Refusal, match=said):
+        with pytest.raises(UserError, match=said):
             export.read(folder)

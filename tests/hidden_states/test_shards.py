@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from eagle3.capture.offload import states_to_store
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.hidden_states import shards
 from eagle3.hidden_states.shards import ShardSet, ShardWriter
 from eagle3.records.records import Record
@@ -186,10 +186,10 @@ def test_every_damage_is_found_and_named(in_tmp, damage):
     folder = make_folder(in_tmp / "set")
     bad = sorted(folder.glob("*.safetensors"))[1]
     damage(bad)
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(UserError) as error:
         ShardSet([folder], "train", {})
-    assert f"{bad} is damaged" in str(refusal.value) and "1 of 3 shards" in str(refusal.value)
-    assert "dvc repro --force --single-item extract@set" in str(refusal.value)
+    assert f"{bad} is damaged" in str(error.value) and "1 of 3 shards" in str(error.value)
+    assert "dvc repro --force --single-item extract@set" in str(error.value)
 
 
 def test_every_byte_is_under_the_digest(in_tmp):
@@ -211,7 +211,7 @@ def test_a_file_truncated_while_open_set_exists_is_refused_not_a_crash(in_tmp):
     folder = make_folder(in_tmp / "set")
     data = ShardSet([folder], "train", {})
     os.truncate(folder / data.places[0][0].name, 5000)
-    with pytest.raises(Refusal, match="5000 bytes instead of"):
+    with pytest.raises(UserError, match="5000 bytes instead of"):
         data[0]
 
 
@@ -222,19 +222,19 @@ def test_a_file_truncated_while_open_set_exists_is_refused_not_a_crash(in_tmp):
 def test_a_manifest_that_does_not_fit_is_refused(in_tmp, field, value):
     """catalogue D07, D13: naming the field and both values."""
     folder = make_folder(in_tmp / "set")
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(UserError) as error:
         ShardSet([folder], "train", {**IDENTITY, field: value})
     assert (
-        field in str(refusal.value)
-        and repr(IDENTITY[field]) in str(refusal.value)
-        and repr(value) in str(refusal.value)
+        field in str(error.value)
+        and repr(IDENTITY[field]) in str(error.value)
+        and repr(value) in str(error.value)
     )
 
 
 def test_an_unfinished_folder_is_refused(in_tmp):
     folder = make_folder(in_tmp / "set")
     (folder / "manifest.json").unlink()
-    with pytest.raises(Refusal, match="unfinished"):
+    with pytest.raises(UserError, match="unfinished"):
         ShardSet([folder], "train", {})
 
 
@@ -289,12 +289,12 @@ import resource, signal, sys
 sys.path[:0] = {[str(Path(p).resolve()) for p in sys.path[:4] if p]!r}
 resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
 from tests.hidden_states.test_shards import H, records
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.hidden_states.shards import ShardWriter
 try:
     ShardWriter({str(done)!r}, "large", records(40, 3), H, "float32")
-except Refusal as refusal:
-    print(refusal)
+except UserError as error:
+    print(error)
 """
     made = subprocess.run(
         [sys.executable, "-c", code],
@@ -323,7 +323,7 @@ def test_a_full_disk_loses_nothing_finished(in_tmp):
         first = ShardWriter(folder, "one", records(20), H, "float32")
         fill(first, "float32")
         entry = first.finish()
-        with pytest.raises(Refusal, match="No space left on device"):
+        with pytest.raises(UserError, match="No space left on device"):
             ShardWriter(folder, "two", records(200, 5), H, "float32")
         assert [p.name for p in folder.iterdir()] == ["one.safetensors"] and not shards.damaged(
             folder, entry

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import tiny
-from eagle3.core.errors import Refusal, Reject
+from eagle3.core.errors import Reject, UserError
 from eagle3.prompts.chat_template import Renderer, probe
 from eagle3.target.model import Target
 
@@ -47,7 +47,7 @@ def test_ids_are_a_flat_list_without_doubled_bos(renderer):
     assert isinstance(ids, list) and all(type(i) is int for i in ids) and len(ids) > 10
     double = renderer("{{ '<|endoftext|><|endoftext|>' }}" + tiny.TEMPLATE)
     double.tokenizer.bos_token = "<|endoftext|>"
-    with pytest.raises(Refusal, match="writes the token <|endoftext|> twice"):
+    with pytest.raises(UserError, match="writes the token <|endoftext|> twice"):
         double.prompt_ids(TURNS[:1])
 
 
@@ -99,7 +99,7 @@ def test_a_template_that_raises_is_one_row(renderer):
 
 
 def test_no_template_is_refused(renderer):
-    with pytest.raises(Refusal, match="has no chat template"):
+    with pytest.raises(UserError, match="has no chat template"):
         renderer(None)
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from eagle3.core import schema
-from eagle3.core.errors import Refusal, Reject
+from eagle3.core.errors import Reject, UserError
 from eagle3.prompts import prompts
 
 LIMITS = schema.Prompts(max_prompt_tokens=6)
@@ -115,18 +115,18 @@ def test_too_many_rejects_fail_the_stage_with_a_histogram():
     """Catalogue A01, B16: a filter that drops everything is no success."""
     _, rejects, stats = select([(0, {"prompt": "fine"}), (1, {"text": "a"}), (2, []), (3, [])])
     with pytest.raises(
-        Refusal,
+        UserError,
         match=r"3 of 4 rows rejected.*0.5 allows \(not_an_object 2, unknown_shape 1; the first is "
         "row 1: unknown_shape columns text",
     ):
-        prompts.refuse_if_too_many_rejected("own", stats, rejects, 0.5)
-    prompts.refuse_if_too_many_rejected("own", stats, rejects, 0.75)
+        prompts.check_rejects("own", stats, rejects, 0.5)
+    prompts.check_rejects("own", stats, rejects, 0.75)
     _, rejects, stats = select([])
-    with pytest.raises(Refusal, match="own is empty"):
-        prompts.refuse_if_too_many_rejected("own", stats, rejects, 1.0)
+    with pytest.raises(UserError, match="own is empty"):
+        prompts.check_rejects("own", stats, rejects, 1.0)
     _, rejects, stats = select([(0, {}), (1, {})])
-    with pytest.raises(Refusal, match="2 of 2 rows rejected"):
-        prompts.refuse_if_too_many_rejected("own", stats, rejects, 1.0)
+    with pytest.raises(UserError, match="2 of 2 rows rejected"):
+        prompts.check_rejects("own", stats, rejects, 1.0)
 
 
 def test_on_policy_needs_an_answer_at_the_end():

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import load_script
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.records import draft_vocab as vocab
 from eagle3.records import records
 from eagle3.records.records import Record
@@ -26,10 +26,10 @@ def test_most_frequent_first_ties_by_id_then_filled_up():
 
 def test_impossible_sizes_are_refused():
     with pytest.raises(
-        Refusal, match="vocab.size is 401, more than the target's vocabulary of 400"
+        UserError, match="vocab.size is 401, more than the target's vocabulary of 400"
     ):
         vocab.choose(Counter(), [], 401, V)
-    with pytest.raises(Refusal, match="vocab.size is 2, but 3 special"):
+    with pytest.raises(UserError, match="vocab.size is 2, but 3 special"):
         vocab.choose(Counter(), [1, 2, 3], 2, V)
 
 
@@ -74,7 +74,7 @@ def test_maps_that_disagree_are_refused(in_tmp, change, message):
     tensors = vocab.tensors([0, 5, 6, 399], V)
     change(tensors)
     save_file(tensors, "v.safetensors")
-    with pytest.raises(Refusal, match=message):
+    with pytest.raises(UserError, match=message):
         vocab.read("v.safetensors")
 
 

@@ -4,7 +4,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.records import records
 from eagle3.records.records import build, sequences, split_of
 
@@ -108,7 +108,7 @@ def test_file_round_trip(in_tmp):
 def test_an_odd_share_of_supervised_tokens_is_refused(in_tmp, supervised, tokens):
     """A mask that is all zeros or all ones, or no record at all; no file is left behind."""
     with pytest.raises(
-        Refusal, match="tokens are supervised, outside records.min_supervised_share"
+        UserError, match="tokens are supervised, outside records.min_supervised_share"
     ):
         records.write(
             "r.parquet", [], Counter(tokens=tokens, supervised=supervised), params(), greedy=False

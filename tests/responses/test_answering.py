@@ -6,7 +6,7 @@ import random
 
 import pytest
 from answer_worker import PlainRenderer
-from eagle3.core.errors import Refusal, Reject
+from eagle3.core.errors import Reject, UserError
 from eagle3.prompts import prompts
 from eagle3.responses import answering as generation
 from eagle3.responses import responses
@@ -106,7 +106,7 @@ def test_inputs_are_responses_plus_errors(in_tmp, journal):
 
 
 def test_a_missing_row_is_no_artifact(in_tmp, journal):
-    with pytest.raises(Refusal, match="row000 has neither an answer nor an error"):
+    with pytest.raises(UserError, match="row000 has neither an answer nor an error"):
         answering(in_tmp, make_prompts(in_tmp / "p.parquet", 2), journal).publish(
             in_tmp / "out", {}
         )
@@ -116,8 +116,8 @@ def test_a_missing_row_is_no_artifact(in_tmp, journal):
 def test_too_many_errors_fail_the_stage(in_tmp, journal):
     state = answering(in_tmp, make_prompts(in_tmp / "p.parquet", 4), journal)
     run(state, lambda request: Result(request, error="http_400", tries=1))
-    with pytest.raises(Refusal, match="http_400 4"):
-        generation.refuse_if_too_many_errors("own", state.publish(in_tmp / "out", {}), 0.5)
+    with pytest.raises(UserError, match="http_400 4"):
+        generation.check_errors("own", state.publish(in_tmp / "out", {}), 0.5)
 
 
 @pytest.mark.parametrize("seed", range(6))

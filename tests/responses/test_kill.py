@@ -90,11 +90,11 @@ def test_killed_at_random_nothing_is_lost_repeated_or_mixed(in_tmp, monkeypatch)
     calm, wild = (make_folder(in_tmp / name, count, settings) for name in ("calm", "wild"))
     chooser = random.Random()
     killed: Counter = Counter()
-    with server.lease(settings, target, say=print):  # one server, which outlives its users
+    with server.lease(settings, target, log=print):  # one server, which outlives its users
         runs, last = Runs(), 0
         runs.start(wild)
         while sum(killed.values()) < KILLS:
-            wait_until(lambda: len(lines(wild)) > last or not runs.running(), 120)  # noqa: B023
+            wait_until(lambda: len(lines(wild)) > last or not runs.running(), 120)
             assert runs.running(), runs.log()
             time.sleep(chooser.uniform(0, 0.2))
             what = chooser.choice(("generator", "server", "both"))

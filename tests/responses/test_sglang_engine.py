@@ -8,7 +8,7 @@ import time
 import pytest
 import server_parts as serving
 from eagle3.core import schema
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.responses.engines import Request
 from eagle3.responses.sglang_engine import SGLangEngine
 from eagle3.serving import server
@@ -26,7 +26,7 @@ def run(target, urls, requests, on_result=None, sampling=GREEDY, **runtime):
     runtime = schema.Runtime(
         **{"concurrency": 16, "request_timeout": 20, "stall_timeout": 10, **runtime}
     )
-    engine = SGLangEngine(target, sampling, schema.Server(endpoints=urls), runtime, say=print)
+    engine = SGLangEngine(target, sampling, schema.Server(endpoints=urls), runtime, log=print)
     results = {}
 
     def keep(result):
@@ -117,7 +117,7 @@ def test_a_long_answer_is_no_stall_and_a_silent_server_is(target):
         assert not any(r.error for r in results.values())
     with (
         serving.started(target, stall_at=5) as (url, _),
-        pytest.raises(Refusal, match="no token from http.* for 1 s"),
+        pytest.raises(UserError, match="no token from http.* for 1 s"),
     ):
         run(target, [url], serving.requests(30), stall_timeout=1)
 
@@ -132,7 +132,7 @@ def test_a_stalled_server_is_restarted_and_costs_no_row(target, monkeypatch):
         max_restarts=8, stop_timeout=1.5
     )  # a slow end, as the real one's
     engine = SGLangEngine(
-        target, GREEDY, settings, schema.Runtime(concurrency=8, stall_timeout=1.5), say=print
+        target, GREEDY, settings, schema.Runtime(concurrency=8, stall_timeout=1.5), log=print
     )
     results = {}
     with engine:
@@ -170,7 +170,7 @@ def test_a_row_that_kills_the_server_ends_alone(target, in_tmp, monkeypatch):
     requests = [r for r in serving.requests(60) if 33 not in r.prompt_ids[1:]]
     settings = serving.server_settings(max_restarts=8)
     engine = SGLangEngine(
-        target, GREEDY, settings, schema.Runtime(concurrency=16, stall_timeout=20), say=print
+        target, GREEDY, settings, schema.Runtime(concurrency=16, stall_timeout=20), log=print
     )
     results = {}
     with engine:

@@ -84,7 +84,7 @@ def test_rows_made_elsewhere_and_none_at_all(project):
 def test_the_server_with_its_metrics_and_without(project):
     target = serving.make_target(project / "target")
     assert status.of_server([]) == ["server: none was started here"]
-    with server.lease(serving.server_settings(), target, say=lambda text: None) as lease:
+    with server.lease(serving.server_settings(), target, log=lambda text: None) as lease:
         [line] = status.of_server([])
         assert (
             "ready for 0:0" in line

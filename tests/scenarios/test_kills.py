@@ -18,7 +18,7 @@ import pyarrow.parquet as parquet
 import pytest
 from eagle3.build import keys
 from eagle3.core import process
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from safetensors import safe_open
 
 from tests.scenarios.conftest import Project, at_once
@@ -83,7 +83,7 @@ def kill_often(project: Project, chance: random.Random) -> None:
             build.kill()
         build.wait()
         assert_all_end(project)
-        refuse_halves(project.folder / "data")
+        check_whole(project.folder / "data")
         recover(project)
 
 
@@ -94,14 +94,14 @@ def recover(project: Project) -> None:
     try:
         os.chdir(project.folder)
         keys.read_lock()
-    except Refusal as refusal:
-        assert "rm dvc.lock" in str(refusal)
+    except UserError as error:
+        assert "rm dvc.lock" in str(error)
         os.unlink("dvc.lock")
     finally:
         os.chdir(before)
 
 
-def refuse_halves(data: Path) -> None:
+def check_whole(data: Path) -> None:
     """Every file under a final name is whole: it parses to its end."""
     for path in data.rglob("*"):
         if path.is_file() and not path.name.startswith("."):

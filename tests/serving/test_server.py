@@ -17,7 +17,7 @@ import pytest
 import server_parts as serving
 from eagle3.capture import sglang_hooks
 from eagle3.core import schema
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.serving import server, supervisor
 from server_parts import gone, wait_until
 
@@ -27,7 +27,7 @@ LIBRARY = serving.SERVER.parents[1] / "workflow"
 @pytest.fixture
 def target(in_tmp):
     yield serving.make_target(in_tmp / "target")
-    server.stop(say=lambda text: None)
+    server.stop(log=lambda text: None)
 
 
 def misbehave(monkeypatch, **what):
@@ -47,7 +47,7 @@ def holder(target, settings, then="time.sleep(3600)"):
         from eagle3.serving import server
         from eagle3.target.model import Target
         settings = schema.Server.model_validate_json({settings.model_dump_json()!r})
-        with server.lease(settings, Target(Path({str(target.folder)!r})), say=lambda text: None) as lease:
+        with server.lease(settings, Target(Path({str(target.folder)!r})), log=lambda text: None) as lease:
             print("held", flush=True)
             {then}
     """)
@@ -60,7 +60,7 @@ def test_a_lease_is_a_server_that_generates_and_leaves_nothing(target, monkeypat
     """Catalogue C09: ready means a token came back, however long the port has been open."""
     misbehave(monkeypatch, starting=1.5, worker=True)
     begun = time.monotonic()
-    with server.lease(serving.server_settings(), target, say=lambda text: None) as lease:
+    with server.lease(serving.server_settings(), target, log=lambda text: None) as lease:
         assert time.monotonic() - begun > 1.5
         assert supervisor.generates(lease.urls[0], 5)
         state = server.read_state()
@@ -73,13 +73,13 @@ def test_a_lease_is_a_server_that_generates_and_leaves_nothing(target, monkeypat
 
 def test_a_second_lease_shares_the_server_and_another_configuration_replaces_it(target):
     settings, said = serving.server_settings(), []
-    with server.lease(settings, target, say=said.append):
+    with server.lease(settings, target, log=said.append):
         first = server.read_state()["server"]
-        with server.lease(settings, target, say=said.append):
+        with server.lease(settings, target, log=said.append):
             assert server.read_state()["server"] == first
     assert len(said) == 1
     other = settings.model_copy(update={"environment": {"NCCL_PROTO": "LL"}})
-    with server.lease(other, target, say=said.append):
+    with server.lease(other, target, log=said.append):
         state = server.read_state()
         assert state["server"] != first and gone(first)
         variables = (open(f"/proc/{state['server']}/environ", "rb").read()).split(b"\0")
@@ -90,7 +90,7 @@ def test_a_server_in_use_is_waited_for(target):
     settings, said = serving.server_settings(), []
     other = holder(target, settings, "time.sleep(2)")
     with server.lease(
-        settings.model_copy(update={"flags": {"tp-size": 8}}), target, say=said.append
+        settings.model_copy(update={"flags": {"tp-size": 8}}), target, log=said.append
     ):
         assert "--tp-size 8" in open(
             f"/proc/{server.read_state()['server']}/cmdline"
@@ -103,27 +103,27 @@ def test_death_while_starting_fails_at_once_with_the_log(target, monkeypatch):
     misbehave(monkeypatch, die_starting="CUDA out of memory: tried to allocate 7 GiB")
     begun = time.monotonic()
     with pytest.raises(
-        Refusal,
+        UserError,
         match="ended with code 3 while starting(.|\n)*CUDA out of memory: tried to allocate",
     ):
         with server.lease(
-            serving.server_settings(start_timeout=600), target, say=lambda text: None
+            serving.server_settings(start_timeout=600), target, log=lambda text: None
         ):
             pass
     assert time.monotonic() - begun < 30
 
 
 def test_a_command_that_is_not_there_is_named(target):
-    with pytest.raises(Refusal, match="cannot run /nowhere/python.*server.python"):
+    with pytest.raises(UserError, match="cannot run /nowhere/python.*server.python"):
         with server.lease(
-            serving.server_settings(command=["/nowhere/python"]), target, say=lambda text: None
+            serving.server_settings(command=["/nowhere/python"]), target, log=lambda text: None
         ):
             pass
 
 
 def test_a_crash_is_followed_by_a_restart_up_to_the_limit(target):
     with server.lease(
-        serving.server_settings(max_restarts=2), target, say=lambda text: None
+        serving.server_settings(max_restarts=2), target, log=lambda text: None
     ) as lease:
         for crash in range(1, 3):
             before = server.read_state()["server"]
@@ -131,13 +131,13 @@ def test_a_crash_is_followed_by_a_restart_up_to_the_limit(target):
             wait_until(
                 lambda: (
                     server.read_state()["phase"] == "ready"
-                    and server.read_state()["restarts"] == crash  # noqa: B023
+                    and server.read_state()["restarts"] == crash
                 )
             )
             assert server.read_state()["server"] != before
         os.kill(server.read_state()["server"], signal.SIGKILL)
         wait_until(lambda: server.read_state()["phase"] == "failed")
-        with pytest.raises(Refusal, match="ended with code -9"):
+        with pytest.raises(UserError, match="ended with code -9"):
             lease.state(lease.urls[0])
 
 
@@ -145,7 +145,7 @@ def test_a_stuck_server_is_ended_and_restarted(target, monkeypatch):
     """Catalogue C07, C10: who says that it is stuck is the client, which gets no tokens."""
     misbehave(monkeypatch, deaf=True)
     with server.lease(
-        serving.server_settings(stop_timeout=0.2), target, say=lambda text: None
+        serving.server_settings(stop_timeout=0.2), target, log=lambda text: None
     ) as lease:
         before = server.read_state()["server"]
         os.kill(before, signal.SIGSTOP)
@@ -170,12 +170,12 @@ def test_the_server_ends_with_whoever_wanted_it(target, monkeypatch, sig):
 
 def test_the_server_ends_with_its_supervisor_and_the_lease_says_so(target, monkeypatch):
     misbehave(monkeypatch, worker=True, deaf=True)
-    with server.lease(serving.server_settings(), target, say=lambda text: None) as lease:
+    with server.lease(serving.server_settings(), target, log=lambda text: None) as lease:
         state = server.read_state()
         members = group_of(state)
         os.kill(state["supervisor"][0], signal.SIGKILL)
         wait_until(lambda: all(map(gone, members)), 10)
-        with pytest.raises(Refusal, match="the supervisor of the server ended"):
+        with pytest.raises(UserError, match="the supervisor of the server ended"):
             lease.state(lease.urls[0])
 
 
@@ -190,7 +190,7 @@ def test_an_orphan_of_a_killed_run_is_recognised_and_ended(target):
         stdout=subprocess.DEVNULL,
     )
     wait_until(lambda: serving.listens(settings.port))
-    with server.lease(settings, target, say=lambda text: None):
+    with server.lease(settings, target, log=lambda text: None):
         assert orphan.wait(10) is not None
         assert f"process {orphan.pid}, the orphan of a killed run" in server.read_state()["note"]
 
@@ -199,10 +199,10 @@ def test_a_taken_port_is_named_with_its_holder(target):
     settings = serving.server_settings()
     with serving.started(target, port=settings.port) as (_, stranger):
         with pytest.raises(
-            Refusal,
+            UserError,
             match=f"port {settings.port} is held by process {stranger.pid} .*misbehaving_server",
         ):
-            with server.lease(settings, target, say=lambda text: None):
+            with server.lease(settings, target, log=lambda text: None):
                 pass
     own = subprocess.Popen(
         [*serving.COMMAND, "--port", str(settings.port)],
@@ -210,8 +210,8 @@ def test_a_taken_port_is_named_with_its_holder(target):
         env={**os.environ, supervisor.MARK: "/another/build/.work/server"},
     )
     wait_until(lambda: serving.listens(settings.port))
-    with pytest.raises(Refusal, match="the server of the build in /another/build/.work/server"):
-        with server.lease(settings, target, say=lambda text: None):
+    with pytest.raises(UserError, match="the server of the build in /another/build/.work/server"):
+        with server.lease(settings, target, log=lambda text: None):
             pass
     own.kill()
     own.wait()
@@ -221,8 +221,8 @@ def test_what_the_server_says_must_be_what_was_asked_for(target, monkeypatch):
     """A server that lies about its KV cache makes other answers. Catalogue C04."""
     misbehave(monkeypatch, kv_cache_dtype="fp8_e4m3")
     message = "reports kv_cache_dtype 'fp8_e4m3', but target.kv_cache_dtype is 'auto'"
-    with pytest.raises(Refusal, match=message):
-        with server.lease(serving.server_settings(), target, say=lambda text: None):
+    with pytest.raises(UserError, match=message):
+        with server.lease(serving.server_settings(), target, log=lambda text: None):
             pass
     found = {
         "model_path": "/elsewhere",
@@ -232,19 +232,19 @@ def test_what_the_server_says_must_be_what_was_asked_for(target, monkeypatch):
         "dtype": "float32",
         "context_length": 256,
     }
-    with pytest.raises(Refusal, match="runs /elsewhere .*, not .*digest " + target.digest):
-        server.refuse_if_other(found, target, "http://x")
-    server.refuse_if_other({**found, "weight_version": target.digest}, target, "http://x")
-    server.refuse_if_other({**found, "model_path": str(target.path)}, target, "http://x")
-    with pytest.raises(Refusal, match="context_length 128, but target.context_length is 256"):
-        server.refuse_if_other(
+    with pytest.raises(UserError, match="runs /elsewhere .*, not .*digest " + target.digest):
+        server.check_same(found, target, "http://x")
+    server.check_same({**found, "weight_version": target.digest}, target, "http://x")
+    server.check_same({**found, "model_path": str(target.path)}, target, "http://x")
+    with pytest.raises(UserError, match="context_length 128, but target.context_length is 256"):
+        server.check_same(
             {**found, "weight_version": target.digest, "context_length": 128}, target, "http://x"
         )
 
 
 def test_flags_that_decide_the_answers_belong_to_the_target(target):
     with pytest.raises(
-        Refusal, match="server.flags.kv_cache_dtype is 'fp8_e4m3', but that flag is set by target"
+        UserError, match="server.flags.kv_cache_dtype is 'fp8_e4m3', but that flag is set by target"
     ):
         server.flags_for(schema.Server(flags={"kv_cache_dtype": "fp8_e4m3"}), target)
 
@@ -311,7 +311,7 @@ def test_warming_needs_a_build_and_ends_with_it(target, monkeypatch):
     """The server that `prepare` warms belongs to the build above it, here a process that calls
     itself snakemake."""
     settings = serving.server_settings(idle_timeout=600)
-    server.warm(settings, target, say=lambda text: None)
+    server.warm(settings, target, log=lambda text: None)
     assert not server.read_state()  # nobody drives this process: nothing was started
     warming, build = target.folder.parent / "warming.py", target.folder.parent / "snakemake"
     warming.write_text(
@@ -322,7 +322,7 @@ def test_warming_needs_a_build_and_ends_with_it(target, monkeypatch):
         from eagle3.serving import server
         from eagle3.target.model import Target
         settings = schema.Server.model_validate_json({settings.model_dump_json()!r})
-        server.warm(settings, Target(Path({str(target.folder)!r})), say=print)
+        server.warm(settings, Target(Path({str(target.folder)!r})), log=print)
     """)
     )
     build.write_text(
@@ -332,7 +332,7 @@ def test_warming_needs_a_build_and_ends_with_it(target, monkeypatch):
     driver = subprocess.Popen([sys.executable, str(build)], stdout=subprocess.DEVNULL)
     wait_until(lambda: server.read_state().get("phase") == "ready")
     with server.lease(
-        settings, target, say=lambda text: None
+        settings, target, log=lambda text: None
     ):  # attaches; ending it leaves the warm server
         members = group_of(server.read_state())
     time.sleep(0.5)
@@ -346,7 +346,7 @@ def test_idle_time_is_over(target, monkeypatch):
     monkeypatch.setattr(
         server, "driving_ancestors", lambda: [(os.getpid(), supervisor.start_time(os.getpid()))]
     )
-    with server.lease(serving.server_settings(idle_timeout=1.0), target, say=lambda text: None):
+    with server.lease(serving.server_settings(idle_timeout=1.0), target, log=lambda text: None):
         members = group_of(server.read_state())
     time.sleep(0.3)
     assert not any(map(gone, members))

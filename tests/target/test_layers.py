@@ -4,7 +4,7 @@ import doctest
 import itertools
 
 import pytest
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.target import layers
 
 CONVENTIONS = (layers.PLUS_ONE, layers.IF_FIRST_IS_ONE)
@@ -38,7 +38,7 @@ def test_default_is_that_of_sglang(number, expected):
 def test_impossible_layers_are_refused(wanted, number):
     """catalogue D08: a layer past the last one, or fewer than three, would make another width than
     3H."""
-    with pytest.raises(Refusal, match=f"do not fit a target of {number} layers"):
+    with pytest.raises(UserError, match=f"do not fit a target of {number} layers"):
         layers.captured_layers(number, wanted)
 
 
@@ -66,7 +66,7 @@ def test_every_choice_is_served_as_captured_or_refused():
         captured = list(captured)
         try:
             ids = layers.config_ids(captured, convention)
-        except Refusal:
+        except UserError:
             # Layer 0 is before every id + 1; a first id of 1 always means 2 in the conditional
             # convention.
             assert captured[0] in (0, 1)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.training.checkpoints import Checkpoints
 
 IDENTITY = {"params": {"lr": 1e-4}, "vocab": "abc", "hidden_states": {"one": {"layers": [2, 4, 5]}}}
@@ -70,7 +70,7 @@ def test_a_file_carried_in_from_another_run_is_refused(in_tmp):
     other.save(7, {})
     mine = Checkpoints("run", IDENTITY, keep=2)
     (other.folder / "update-7.pt").rename(mine.folder / "update-7.pt")
-    with pytest.raises(Refusal, match="update-7.pt belongs to another run"):
+    with pytest.raises(UserError, match="update-7.pt belongs to another run"):
         mine.latest()
 
 

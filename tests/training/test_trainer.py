@@ -11,7 +11,7 @@ import pytest
 import server_parts as serving
 import torch
 import training_parts as training
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.hidden_states.shards import ShardSet
 from eagle3.training.schedule import learning_rate, steps_at
 from eagle3.training.trainer import Stop
@@ -89,7 +89,9 @@ def test_a_broken_state_stops_at_once_and_names_the_records(in_tmp):
     rows = training.many_rows()
     rows[2]["last"][4] = float("nan")
     trainer = training.make_trainer(in_tmp / "run", training.write_shards(in_tmp / "set", rows))
-    with pytest.raises(Refusal, match=r"loss of update \d is nan; records in the batch: .*\br2\b"):
+    with pytest.raises(
+        UserError, match=r"loss of update \d is nan; records in the batch: .*\br2\b"
+    ):
         trainer.run()
     kept = trainer.checkpoints.latest()
     assert kept is None or all(
@@ -100,7 +102,7 @@ def test_a_broken_state_stops_at_once_and_names_the_records(in_tmp):
 def test_an_update_without_supervision_stops_and_names_the_records(in_tmp):
     rows = [training.make_row(f"r{i}", [False] * 8, i) for i in range(5)] + training.many_rows(2)
     trainer = training.make_trainer(in_tmp / "run", training.write_shards(in_tmp / "set", rows))
-    with pytest.raises(Refusal, match="no supervised token; records in the batch: r"):
+    with pytest.raises(UserError, match="no supervised token; records in the batch: r"):
         trainer.run()
 
 
@@ -130,7 +132,7 @@ def test_the_best_validation_is_kept_not_the_last(data, in_tmp):
 
 def test_no_training_sequence_is_refused(in_tmp):
     data = training.write_shards(in_tmp / "set", training.many_rows(2))
-    with pytest.raises(Refusal, match="validation_share"):
+    with pytest.raises(UserError, match="validation_share"):
         training.make_trainer(in_tmp / "run", data)
 
 
@@ -164,7 +166,7 @@ def test_curves_reach_the_trackers_without_a_network(data, in_tmp, monkeypatch):
 
 def test_a_tracker_that_is_not_installed_is_refused_by_name(data, in_tmp, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(Refusal, match="pip install wandb"):
+    with pytest.raises(UserError, match="pip install wandb"):
         training.make_trainer(in_tmp / "run", data, runtime={"trackers": ["wandb"]}).run()
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import training_parts as training
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.drafter import export, ttt
 from eagle3.drafter.model import Drafter
 from eagle3.records import draft_vocab as vocab
@@ -40,10 +40,10 @@ def test_another_vocabulary_keeps_each_row_with_its_token(in_tmp):
 def test_what_does_not_fit_is_refused_by_name(in_tmp):
     published(in_tmp / "theirs")
     with pytest.raises(
-        Refusal, match=r"midlayer.mlp.down_proj.weight is \(16, 24\) instead of \(16, 28\)"
+        UserError, match=r"midlayer.mlp.down_proj.weight is \(16, 24\) instead of \(16, 28\)"
     ):
         warm_start.from_drafter(training.make_drafter(intermediate_size=28)[0], in_tmp / "theirs")
-    with pytest.raises(Refusal, match="rope_theta 50.0, the target has 60.0"):
+    with pytest.raises(UserError, match="rope_theta 50.0, the target has 60.0"):
         warm_start.from_drafter(training.make_drafter(rope_theta=60.0)[0], in_tmp / "theirs")
     tensors = load_file(in_tmp / "theirs/model.safetensors")
     for dropped, said in (("fc.weight", "fc.weight is missing"), ("d2t", "d2t is missing")):
@@ -52,10 +52,10 @@ def test_what_does_not_fit_is_refused_by_name(in_tmp):
             {k: v for k, v in tensors.items() if k != dropped},
             in_tmp / dropped / "model.safetensors",
         )
-        with pytest.raises(Refusal, match=said):
+        with pytest.raises(UserError, match=said):
             warm_start.from_drafter(training.make_drafter()[0], in_tmp / dropped)
     (in_tmp / "empty").mkdir()
-    with pytest.raises(Refusal, match="no \\*.safetensors"):
+    with pytest.raises(UserError, match="no \\*.safetensors"):
         warm_start.from_drafter(training.make_drafter()[0], in_tmp / "empty")
 
 

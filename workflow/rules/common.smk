@@ -9,13 +9,13 @@ import sys
 sys.path.insert(0, os.path.join(workflow.basedir, "workflow"))
 
 from eagle3.build.bridge import Bridge
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from snakemake.exceptions import WorkflowError
 
 try:
     BRIDGE = Bridge(workflow.is_main_process)
-except Refusal as refusal:
-    raise WorkflowError(str(refusal)) from None
+except UserError as error:
+    raise WorkflowError(str(error)) from None
 
 DATASETS = BRIDGE.datasets
 

@@ -1,6 +1,6 @@
 """bench: serves held-out prompts with and without the drafter and reports what it gains."""
 
-import _path
+import _path  # noqa: F401, I001  (first: see there)
 import argparse
 import contextlib
 import csv
@@ -17,7 +17,7 @@ from eagle3.bench import page
 from eagle3.bench import report
 from eagle3.bench import sglang as sglang_bench
 from eagle3.core import sources
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.core.files import digest_file, read_json, replacing, write_json, write_text
 from eagle3.responses.responses import made_by
 from eagle3.bench.statistics import Measured, Variant
@@ -33,7 +33,7 @@ def build(arguments: argparse.Namespace) -> None:
         params, target = stage.params.bench, Target(arguments.target)
         training = read_json(arguments.drafter / "training.json")
         states = next(iter(training["hidden_states"].values()))
-        refuse_if_other_target(states["target_digest"], target)
+        check_target(states["target_digest"], target)
         seen = held_out.trained_prompts(arguments.records)
         questions = read_questions(params, target, seen)
         prompts, counts = held_out.collect(arguments.records, params.max_prompts, seen, questions)
@@ -70,18 +70,18 @@ def build(arguments: argparse.Namespace) -> None:
         )
         write(arguments.out, content)
         for cell in cells:
-            judging.refuse_unless_sound(
+            judging.check_sound(
                 cell,
                 params.min_accept_length,
                 params.max_difference,
                 exact=params.engine == "transformers",
             )
-        stage.say(content["verdict"])
+        stage.log(content["verdict"])
 
 
-def refuse_if_other_target(digest: str, target: Target) -> None:
+def check_target(digest: str, target: Target) -> None:
     if digest != target.digest:
-        raise Refusal(
+        raise UserError(
             f"the drafter was trained for target {digest[:12]}, not {target.digest[:12]}; "
             "run `snakemake --cores all drafter`"
         )
@@ -108,13 +108,13 @@ def read_questions(params, target: Target, seen: set[str]) -> dict[str, list[dic
 
 
 def serve(stage: Stage, target: Target, prompts: list[dict], variants: list[Variant]) -> Measured:
-    """Both arms on servers of the supervisor. Raises Refusal if other people's servers are all
+    """Both arms on servers of the supervisor. Raises UserError if other people's servers are all
     there is: their flags cannot be changed, and both arms need the same ones."""
     from eagle3.serving.server import lease
 
     params, settings = stage.params.bench, stage.params.server
     if settings.endpoints:
-        raise Refusal(
+        raise UserError(
             "bench.engine sglang starts servers of its own, with and without the drafter, but "
             "server.endpoints "
             f"is {list(settings.endpoints)}; remove it for the bench"
@@ -122,7 +122,7 @@ def serve(stage: Stage, target: Target, prompts: list[dict], variants: list[Vari
 
     @contextlib.contextmanager
     def serving(flags: dict):
-        with lease(settings, target, flags, say=stage.say) as server:
+        with lease(settings, target, flags, log=stage.log) as server:
             yield server.urls[0]
 
     plan = sglang_bench.Plan(

@@ -6,14 +6,14 @@ finding.
 The target is this project's, or any Hugging Face directory. Exit code 1 if something is wrong.
 """
 
-import _path
+import _path  # noqa: F401, I001  (first: see there)
 import argparse
 import sys
 import tempfile
 from pathlib import Path
 
 from eagle3.commands import doctor
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.core.files import read_json, write_json
 from eagle3.target.model import Target
 
@@ -23,7 +23,7 @@ def open_target(folder: Path, scratch: Path) -> Target:
     if (folder / "target.json").exists():
         return Target(folder)
     if not (folder / "config.json").exists():
-        raise Refusal(
+        raise UserError(
             f"there is no target at {folder}: `dvc repro target` brings the one of params.yaml, "
             "and "
             'ARGS="--target FOLDER" names another one'
@@ -54,8 +54,8 @@ def main() -> int:
             findings = doctor.examine(
                 arguments.drafter, open_target(arguments.target, Path(scratch))
             )
-    except Refusal as refusal:
-        print(f"error: {refusal}", file=sys.stderr)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 1
     for finding in findings:
         print(finding)

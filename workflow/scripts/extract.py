@@ -1,13 +1,13 @@
 """extract: captures the target's hidden states for the records of a data set."""
 
-import _path
+import _path  # noqa: F401, I001  (first: see there)
 import argparse
 import contextlib
 from pathlib import Path
 
 from eagle3.target import layers
 from eagle3.records import records
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.capture.extraction import Extraction
 from eagle3.core.files import digest_file
 from eagle3.core.dvc_cache import cached_files
@@ -30,10 +30,10 @@ def build(arguments: argparse.Namespace) -> None:
             fixed,
             stage.params.hidden_states,
             stage.params.runtime,
-            stage.say,
+            stage.log,
         )
         extraction.reuse(cached_files(stage.name, str(arguments.out)))
-        extraction.refuse_if_disk_too_small()
+        extraction.check_disk()
         extraction.capture(
             lambda: capturing(target, captured, fixed["convention"], stage),
             target.head,
@@ -90,7 +90,7 @@ def capturing(target: Target, captured: list[int], convention: str, stage: Stage
         )
     )
     try:
-        with lease(settings, target, flags, environment, stage.say) as held:
+        with lease(settings, target, flags, environment, stage.log) as held:
             yield SglangCapture(
                 held.urls,
                 runtime.concurrency,
@@ -98,13 +98,13 @@ def capturing(target: Target, captured: list[int], convention: str, stage: Stage
                 runtime.max_tries,
                 recover=lambda: held.wait(settings.start_timeout),
             )
-    except Refusal as refusal:
-        if "No module named 'eagle3'" not in str(refusal):
+    except UserError as error:
+        if "No module named 'eagle3'" not in str(error):
             raise
-        raise Refusal(
+        raise UserError(
             "the server does not find eagle3, whose hooks write the states: its command drops "
             "the PYTHONPATH that it is "
-            f"given; let it keep what is there (PYTHONPATH=more:$PYTHONPATH). {refusal}"
+            f"given; let it keep what is there (PYTHONPATH=more:$PYTHONPATH). {error}"
         ) from None
 
 

@@ -1,7 +1,7 @@
 """generate: has the target answer the prompts of a data set, or takes the answers that came with
 them."""
 
-import _path
+import _path  # noqa: F401, I001  (first: see there)
 import argparse
 import itertools
 from pathlib import Path
@@ -30,12 +30,10 @@ def build(arguments: argparse.Namespace) -> None:
             writer = generation.publish_given(
                 arguments.prompts, arguments.out, Renderer(target), limit
             )
-            generation.refuse_if_too_many_errors(
-                name, writer, stage.params.on_policy.max_error_rate
-            )
+            generation.check_errors(name, writer, stage.params.on_policy.max_error_rate)
         else:
             writer = _generate(stage, name, target, arguments)
-            generation.refuse_if_too_many_errors(name, writer, stage.params.generate.max_error_rate)
+            generation.check_errors(name, writer, stage.params.generate.max_error_rate)
         share = writer.truncated / writer.answered
         if writer.broken > BROKEN_SHARE * writer.answered:
             cause = (
@@ -43,12 +41,12 @@ def build(arguments: argparse.Namespace) -> None:
                 if stage.params.generate.engine == "sglang"
                 else "small models do so under greedy sampling; else the sampling may be wrong"
             )
-            stage.say(
+            stage.log(
                 f"look at the answers in {arguments.out}: {writer.broken} of {writer.answered} "
                 "end in a loop or hold unreadable "
                 f"characters; {cause}"
             )
-        stage.say(
+        stage.log(
             f"{writer.answered} prompts answered with {writer.tokens:,} tokens, {writer.failed} "
             "errors, "
             f"{share:.0%} cut by max_new_tokens"
@@ -74,11 +72,11 @@ def _generate(
         )
         _take_over_published(stage, answering, arguments.out)
         if journal.torn:
-            stage.say(f"repaired a torn last line of {journal.torn} bytes")
+            stage.log(f"repaired a torn last line of {journal.torn} bytes")
         for reason in journal.foreign_reasons():
-            stage.say(reason)
+            stage.log(reason)
         wanted, done, tokens = answering.count()
-        stage.say(f"{wanted} wanted, {done} done, {wanted - done} to go")
+        stage.log(f"{wanted} wanted, {done} done, {wanted - done} to go")
         requests = answering.requests()
         first = next(requests, None)  # also notes the prompts that cannot be asked
         if first:
@@ -106,7 +104,7 @@ def _take_over_published(stage: Stage, answering: generation.Answering, out: Pat
     rows = cached_file(stage.name, str(out), responses.ROWS)
     made_by = cached_file(stage.name, str(out), responses.FINGERPRINT)
     if rows and made_by and (adopted := answering.adopt(read_jsonl(rows))):
-        stage.say(f"{adopted} answers taken over from the published artifact")
+        stage.log(f"{adopted} answers taken over from the published artifact")
         for maker in read_json(made_by).get("made_by", []):
             answering.journal.note_maker(maker)
 
@@ -118,7 +116,7 @@ def make_engine(stage: Stage, target: Target):
         from eagle3.responses.sglang_engine import SGLangEngine
 
         return SGLangEngine(
-            target, params.generate.sampling, params.server, params.runtime, stage.say
+            target, params.generate.sampling, params.server, params.runtime, stage.log
         )
     from eagle3.responses.transformers_engine import TransformersEngine
 

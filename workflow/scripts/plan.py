@@ -1,7 +1,7 @@
 """plan: what the build of params.yaml costs in rows, tokens, bytes and hours, before anything
 runs."""
 
-import _path
+import _path  # noqa: F401, I001  (first: see there)
 import argparse
 import json
 import re
@@ -10,7 +10,7 @@ import sys
 from eagle3.core import params as parameters
 from eagle3.commands import plan
 from eagle3.commands import planpage
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
@@ -47,8 +47,8 @@ def main() -> None:
             arguments.train_rate or assumed.train,
         )
         found = plan.make(params, rates, arguments.hidden_size, arguments.disk)
-    except Refusal as refusal:
-        sys.exit(f"error: {refusal}")
+    except UserError as error:
+        sys.exit(f"error: {error}")
     print(json.dumps(found, indent=2) if arguments.json else planpage.page(found), end="")
 
 

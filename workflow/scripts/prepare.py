@@ -1,6 +1,6 @@
 """prepare: turns the rows of a data set into prompts with ids."""
 
-import _path
+import _path  # noqa: F401, I001  (first: see there)
 import argparse
 import subprocess
 import sys
@@ -25,10 +25,10 @@ def build(arguments: argparse.Namespace) -> None:
             sources.rows(dataset.source), f"prepare {name}", sources.count(dataset.source), "rows"
         )
         kept, rejects, stats = prompts.select(rows, dataset, limits, renderer)
-        prompts.refuse_if_too_many_rejected(name, stats, rejects, limits.max_reject_rate)
+        prompts.check_rejects(name, stats, rejects, limits.max_reject_rate)
         prompts.write(arguments.out, kept, rejects, {**stats, "template": probe(renderer)})
         reasons = ", ".join(f"{reason} {count}" for reason, count in stats["reasons"].items())
-        stage.say(
+        stage.log(
             f"{stats['kept']} of {stats['usable']} usable prompts kept, {stats['rows']} rows read, "
             f"{stats['duplicates']} duplicates, {stats['rejected']} "
             f"rejected{f' ({reasons})' if reasons else ''}"

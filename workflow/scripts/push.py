@@ -1,13 +1,13 @@
 """push: sends the artifacts of the stages in runtime.push to the DVC remote, and checks that all of
 them arrived."""
 
-import _path
+import _path  # noqa: F401, I001  (first: see there)
 import argparse
 import subprocess
 import sys
 
 from eagle3.core import params as parameters
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.build.keys import stage_names
 
 
@@ -29,8 +29,8 @@ def main() -> None:
             stage_names(parameters.read_yaml("dvc.yaml"), sorted(params.datasets)),
             params.runtime.push,
         )
-    except Refusal as refusal:
-        sys.exit(f"error: {refusal}")
+    except UserError as error:
+        sys.exit(f"error: {error}")
     remote = ["--remote", arguments.remote] if arguments.remote else []
     print(
         f"pushing {', '.join(names)} (runtime.push); everything else stays here",

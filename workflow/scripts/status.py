@@ -1,13 +1,13 @@
 """status: how generation stands. Changes nothing; works while a build runs and after a crash."""
 
-import _path
+import _path  # noqa: F401, I001  (first: see there)
 import argparse
 import contextlib
 import sys
 
 from eagle3.core import params
 from eagle3.responses import status
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 
 
 def main() -> None:
@@ -27,8 +27,8 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         content = params.load(arguments.params)
-    except Refusal as refusal:
-        sys.exit(f"error: {refusal}")
+    except UserError as error:
+        sys.exit(f"error: {error}")
     names = [name for name, dataset in content.datasets.items() if dataset.answers == "generate"]
     if arguments.json:
         print(status.as_json(names))

@@ -1,6 +1,6 @@
 """target: brings the target model to data/target, or describes it where it lies."""
 
-import _path
+import _path  # noqa: F401, I001  (first: see there)
 import argparse
 from pathlib import Path
 
@@ -18,13 +18,13 @@ def build(arguments: argparse.Namespace) -> None:
         with replacing(arguments.out) as folder:
             folder.mkdir(parents=True)
             if path.suffix == ".gguf":
-                stage.say(f"converting {path.name} to a Hugging Face directory")
+                stage.log(f"converting {path.name} to a Hugging Face directory")
                 convert_gguf(path, folder / "model")
                 info = describe(folder / "model", params, outside=False)
             else:
                 info = describe(path, params, outside=True)
             write_json(folder / "target.json", info)
-        stage.say(
+        stage.log(
             f"{info['architecture']}, {info['num_layers']} layers, hidden size "
             f"{info['hidden_size']}, "
             f"vocabulary {info['vocab_size']}, digest {info['digest'][:12]}"

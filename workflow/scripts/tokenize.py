@@ -1,6 +1,6 @@
 """tokenize: joins served prompt and answer ids to training sequences with a loss mask."""
 
-import _path
+import _path  # noqa: F401, I001  (first: see there)
 import argparse
 from collections import Counter
 from pathlib import Path
@@ -25,7 +25,7 @@ def build(arguments: argparse.Namespace) -> None:
         )
         made = records.build(rows, params, stats)
         records.write(arguments.out, made, stats, params, greedy)
-        stage.say(
+        stage.log(
             f"{stats['records']} records, {stats['tokens']:,} tokens, "
             f"{stats['supervised'] / stats['tokens']:.0%} supervised, {stats['cut']} cut, "
             f"{stats['truncated']} with a truncated answer"

@@ -1,14 +1,14 @@
 """trace: lists what a drafter was made from, down to data set rows and server fingerprint, and what
 is missing here."""
 
-import _path
+import _path  # noqa: F401, I001  (first: see there)
 import argparse
 import json
 import sys
 from pathlib import Path
 
 from eagle3.commands import trace as lineage
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 
 
 def main() -> None:
@@ -24,8 +24,8 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         found = lineage.trace(arguments.drafter)
-    except Refusal as refusal:
-        sys.exit(f"error: {refusal}")
+    except UserError as error:
+        sys.exit(f"error: {error}")
     print(json.dumps(found, indent=2) if arguments.json else lineage.page(found), end="")
 
 

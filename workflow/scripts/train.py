@@ -1,6 +1,6 @@
 """train: trains the drafter on the hidden states and exports it for SGLang."""
 
-import _path
+import _path  # noqa: F401, I001  (first: see there)
 import argparse
 import csv
 import os
@@ -19,7 +19,7 @@ from eagle3.hidden_states import shards
 from eagle3.records import draft_vocab as vocab
 from eagle3.training import warm_start
 from eagle3.training.checkpoints import Checkpoints
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.core.files import digest_file, read_json, replacing, write_json
 from eagle3.core.process import git, watch_ancestors
 from eagle3.core.stage import Stage, main, running
@@ -64,7 +64,7 @@ def train(stage: Stage, arguments: argparse.Namespace) -> None:
     """Trains in this process, which may be one of several; the first of them writes the result."""
     params, target, processes = stage.params.train, Target(arguments.target), parallel.Processes()
     leader = processes.rank == 0
-    say = stage.say if leader else (lambda text: None)
+    log = stage.log if leader else (lambda text: None)
     folders = [arguments.hidden_states / name for name in dataset_names(arguments)]
     first = shards.read_manifest(folders[0])
     expected = {
@@ -99,16 +99,16 @@ def train(stage: Stage, arguments: argparse.Namespace) -> None:
     drafter = drafters.Drafter(config, target.embedding().to(compute), d2t, t2d).initialise(
         head.float(), params.seed
     )
-    say(
+    log(
         f"{len(training)} training and {len(validation)} validation sequences, "
         f"{sum(training.lengths):,} tokens, "
         f"{sum(p.numel() for p in drafter.parameters()):,} weights"
     )
     fresh = checkpoints.latest() is None
     made_with = origin(checkpoints.folder, fresh) if leader else {}
-    start = warm_start.weights(drafter, params, training, say) if fresh else None
+    start = warm_start.weights(drafter, params, training, log) if fresh else None
     trainer = Trainer(
-        drafter, head, training, validation, params, stage.params.runtime, checkpoints, say, start
+        drafter, head, training, validation, params, stage.params.runtime, checkpoints, log, start
     )
     done = trainer.run()
     processes.close()
@@ -119,7 +119,7 @@ def train(stage: Stage, arguments: argparse.Namespace) -> None:
             if done.best_update
             else (f"at its start, which {done.update} updates did not improve")
         )
-        say(
+        log(
             f"accept length {done.history[0]['accept_length']:.3f} untrained, "
             f"{done.best_length:.3f} {best} "
             f"({params.steps} steps, simulated)"
@@ -132,7 +132,7 @@ def target_dtype(target: Target) -> str:
     if dtype == "auto":
         dtype = target.config.get("dtype") or target.config.get("torch_dtype")
     if dtype is None:
-        raise Refusal("the target's config.json names no dtype; set target.dtype in params.yaml")
+        raise UserError("the target's config.json names no dtype; set target.dtype in params.yaml")
     return str(dtype).removeprefix("torch.")
 
 

@@ -1,13 +1,13 @@
 """vocab: chooses the draft vocabulary from the supervised tokens of all data sets."""
 
-import _path
+import _path  # noqa: F401, I001  (first: see there)
 import argparse
 from collections import Counter
 from pathlib import Path
 
 from eagle3.records import records
 from eagle3.records import draft_vocab as vocab
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.core.files import digest_file, write_json
 from eagle3.core.progress import counted
 from eagle3.core.stage import main, running
@@ -28,7 +28,7 @@ def build(arguments: argparse.Namespace) -> None:
             for split in ("train", "validation")
         }
         if coverage["train"] < stage.params.vocab.min_coverage:
-            raise Refusal(
+            raise UserError(
                 f"the draft vocabulary of {size} covers {coverage['train']:.1%} of supervised "
                 "tokens, less than "
                 f"vocab.min_coverage {stage.params.vocab.min_coverage:.1%}; raise vocab.size"
@@ -48,7 +48,7 @@ def build(arguments: argparse.Namespace) -> None:
             },
         )
         vocab.write(arguments.out, ids, target.vocab_size)
-        stage.say(
+        stage.log(
             f"{size} draft tokens; {len(train)} distinct ones are supervised, "
             f"{coverage['train']:.2%} of their occurrences covered"
         )

@@ -10,7 +10,7 @@ import aiohttp
 
 from eagle3.bench.figures import Served
 from eagle3.bench.statistics import Prompt
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 
 
 class BenchClient:
@@ -20,12 +20,12 @@ class BenchClient:
         self.url, self.timeout = url.rstrip("/"), timeout
 
     def settings(self) -> dict[str, Any]:
-        """The server's own description of itself. Raises Refusal if it gives none."""
+        """The server's own description of itself. Raises UserError if it gives none."""
         for path in ("/server_info", "/get_server_info"):
             status, text = asyncio.run(self._call("GET", path))
             if status == 200:
                 return json.loads(text)
-        raise Refusal(
+        raise UserError(
             f"{self.url} answers {status} to /server_info and /get_server_info, so the arms "
             "cannot be compared; "
             "is this a SGLang server?"
@@ -39,7 +39,7 @@ class BenchClient:
             if status == 200:
                 return
             time.sleep(0.25)
-        raise Refusal(
+        raise UserError(
             f"{self.url} does not flush its cache ({status}: {text[:100]}); something else is "
             "using this server"
         )
@@ -50,7 +50,7 @@ class BenchClient:
                 async with session.request(method, self.url + path) as response:
                     return response.status, await response.text()
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise Refusal(
+            raise UserError(
                 f"the server at {self.url} does not answer {path}: {error or 'timeout'}; see its "
                 "log"
             ) from None

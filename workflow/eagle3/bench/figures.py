@@ -21,7 +21,7 @@ class Served:
 
     `ids` with the stop token, if one came; `seconds` from sending to the end; `first` seconds to
     the first token (None if the answer was not streamed); `cycles` verify cycles (0 without
-    speculation); `accepted[n]`: cycles that accepted n drafts (empty if the server does not say);
+    speculation); `accepted[n]`: cycles that accepted n drafts (empty if the server does not log);
     `cached` prompt tokens found in the prefix cache; `error`: why there is no answer."""
 
     dataset: str

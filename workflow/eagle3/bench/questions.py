@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from eagle3.core.errors import Refusal, Reject
+from eagle3.core.errors import Reject, UserError
 from eagle3.core.files import digest_of
 from eagle3.prompts import prompts
 from eagle3.prompts import rows as conversations
@@ -21,7 +21,7 @@ def collect(
     splits in `folder` and all
     `questions`, both taken from the sets in turn; what training has `seen` is left out and counted.
 
-    Raises Refusal if none is left.
+    Raises UserError if none is left.
     """
     counts: dict[str, Any] = {}
     queues = {
@@ -42,7 +42,7 @@ def collect(
     chosen += in_turn(list(asked.values()))
     if not chosen:
         left_out = sum(count["seen_in_training"] for count in counts.values())
-        raise Refusal(
+        raise UserError(
             f"no held-out prompts ({left_out} left out because training has seen them); raise "
             "records.validation_share, or add bench.questions"
         )
@@ -107,7 +107,7 @@ def validation_prompts(path: Path, name: str) -> list[dict]:
 def questions(name: str, rows, wanted, renderer, limits, seen: set[str]) -> list[dict]:
     """Prompts of the question set `name` (a section of bench.questions) from its source's `rows`:
     first turns, rendered as everywhere, chosen by hash after those that training has seen are gone.
-    Raises Refusal if no row is usable."""
+    Raises UserError if no row is usable."""
     found: dict[str, dict] = {}
     reasons: dict[str, int] = {}
     for _, row in rows:
@@ -119,7 +119,7 @@ def questions(name: str, rows, wanted, renderer, limits, seen: set[str]) -> list
         key = prompt_hash(ids)
         found[key] = {"dataset": name, "id": key, "prompt_ids": ids}
     if not found:
-        raise Refusal(
+        raise UserError(
             f"bench.questions.{name}: no row is usable ({reasons or 'it has none'}); set its "
             "format or columns"
         )

@@ -29,7 +29,7 @@ The folder is written before the figures are judged, so a bench that fails leave
   anew, and counted as *served* is. It must agree with *served*, and `max_difference` bounds that: exactly in process, within
   what bf16 rounding does to near ties on a server. Disagreement means that training and serving see different states.
 - **simulated**: one plus the sum of the products of conditional accuracies, averaged over **all** positions: the figure that
-  training reports. Serving visits only the positions where a cycle ends (after a rejection, say, where drafting is harder or
+  training reports. Serving visits only the positions where a cycle ends (after a rejection, log, where drafting is harder or
   easier than on average), so this one may differ from the others by several per cent without anything being wrong. Where
   `bench.simulate` is off it is training's own figure on the validation split.
 - **break_even**: seconds of a verify cycle over seconds of a plain token.

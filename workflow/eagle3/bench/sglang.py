@@ -12,7 +12,7 @@ from typing import Any
 from eagle3.bench import speculation
 from eagle3.bench.bench_client import BenchClient
 from eagle3.bench.statistics import Measured, Prompt, Variant
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.core.progress import Progress
 
 Serve = Callable[[dict[str, Any]], AbstractContextManager[str]]
@@ -49,12 +49,12 @@ def measure(
 ) -> Measured:
     """Runs the whole matrix; `common` flags go to every server.
 
-    Raises Refusal if a drafter is none, there are fewer prompts than requests at once, the arms'
+    Raises UserError if a drafter is none, there are fewer prompts than requests at once, the arms'
     settings differ, a server limits concurrency, or one with speculation counts no verify cycles.
     """
     most = max(plan.concurrencies)
     if len(prompts) < most:
-        raise Refusal(
+        raise UserError(
             f"bench.batch_sizes goes to {most}, but there are {len(prompts)} held-out prompts; "
             "raise "
             "bench.max_prompts or records.validation_share, or lower batch_sizes"
@@ -71,8 +71,8 @@ def measure(
                 with serve(flags[variant]) as url:
                     client = BenchClient(url, plan.timeout)
                     settings = speculation.read_back(client.settings())
-                    speculation.refuse_unless_asked(settings, flags[variant])
-                    speculation.refuse_if_limited(settings, most)
+                    speculation.check_asked(settings, flags[variant])
+                    speculation.check_limits(settings, most)
                     measured.settings[variant.name if variant else None] = settings
                     _compare_settings(measured.settings)
                     _run(measured, variant, client, prompts, plan, number, bar)
@@ -84,14 +84,14 @@ def _compare_settings(settings: dict[str | None, dict]) -> None:
     if baseline is None:
         return
     if baseline.get("speculative_algorithm"):
-        raise Refusal(
+        raise UserError(
             "the baseline server reports speculative_algorithm "
             f"{baseline['speculative_algorithm']!r}; remove "
             "speculative flags from server.flags, the bench adds its own"
         )
     for name, other in settings.items():
         if name is not None:
-            speculation.refuse_if_settings_differ(baseline, other)
+            speculation.check_settings(baseline, other)
 
 
 def _run(
@@ -114,7 +114,7 @@ def _run(
             repeat = number * plan.repeats + place
             client.flush()
             rows, wall = client.answers(prompts[turn], concurrency, plan.max_new_tokens, repeat)
-            _refuse_unless_counted(rows, variant)
+            _check_counted(rows, variant)
             arm.rows += rows
             arm.walls[repeat] = wall
             bar.add(1, tokens=sum(len(row.ids) for row in rows))
@@ -125,12 +125,14 @@ def _run(
                 )[0]
 
 
-def _refuse_unless_counted(rows: list, variant: Variant | None) -> None:
+def _check_counted(rows: list, variant: Variant | None) -> None:
     good = [row for row in rows if not row.error]
     if not good:
-        raise Refusal(f"all {len(rows)} requests failed: {rows[0].error}; look at the server's log")
+        raise UserError(
+            f"all {len(rows)} requests failed: {rows[0].error}; look at the server's log"
+        )
     if variant and not any(row.cycles for row in good) and any(len(row.ids) > 1 for row in good):
-        raise Refusal(
+        raise UserError(
             "the server's meta_info has no spec_verify_ct, so it does not speculate; check that "
             "its command line "
             "has --speculative-algorithm EAGLE3 and that the log says so"

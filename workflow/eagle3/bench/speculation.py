@@ -9,7 +9,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.core.files import read_json
 from eagle3.drafter import export
 
@@ -50,11 +50,11 @@ SPECULATIVE = (
 
 
 def algorithm_of(folder: str | Path) -> str:
-    """The algorithm that serves the drafter in `folder`. Raises Refusal if there is no drafter, if
+    """The algorithm that serves the drafter in `folder`. Raises UserError if there is no drafter, if
     its architecture is unknown, or if `fc` does not read three states (its width is not 3H)."""
     folder = Path(folder)
     if not (folder / export.CONFIG).exists():
-        raise Refusal(
+        raise UserError(
             f"there is no drafter at {folder} ({export.CONFIG} is missing); without one SGLang "
             "would load the "
             "target as its own drafter; `snakemake --cores all drafter` makes it"
@@ -62,7 +62,7 @@ def algorithm_of(folder: str | Path) -> str:
     config = read_json(folder / export.CONFIG)
     architecture = (config.get("architectures") or ["none"])[0]
     if architecture not in ALGORITHMS:
-        raise Refusal(
+        raise UserError(
             f"{folder / export.CONFIG} says {architecture}, which is no EAGLE-3 drafter; known: "
             f"{', '.join(ALGORITHMS)}; `make doctor DRAFTER={folder}` says more"
         )
@@ -74,7 +74,7 @@ def algorithm_of(folder: str | Path) -> str:
         )
     size = config["hidden_size"]
     if shape != (size, 3 * size):
-        raise Refusal(
+        raise UserError(
             f"{folder / export.WEIGHTS} has fc.weight {shape}, not {(size, 3 * size)}: it does "
             "not read three "
             "captured states; check the layer ids and `make doctor`"
@@ -83,10 +83,10 @@ def algorithm_of(folder: str | Path) -> str:
 
 
 def flags(folder: str | Path, steps: int, topk: int, draft_tokens: int) -> dict[str, Any]:
-    """launch_server flags that add the drafter in `folder`. Raises Refusal for a shape that SGLang
+    """launch_server flags that add the drafter in `folder`. Raises UserError for a shape that SGLang
     would change."""
     if topk == 1 and draft_tokens != steps + 1:
-        raise Refusal(
+        raise UserError(
             f"bench: with topk 1 SGLang verifies steps + 1 = {steps + 1} tokens, not "
             f"draft_tokens {draft_tokens}"
         )
@@ -118,8 +118,8 @@ def read_back(info: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def refuse_if_settings_differ(baseline: dict[str, Any], speculative: dict[str, Any]) -> None:
-    """Raises Refusal naming every setting besides speculation in which the arms differ, with both
+def check_settings(baseline: dict[str, Any], speculative: dict[str, Any]) -> None:
+    """Raises UserError naming every setting besides speculation in which the arms differ, with both
     values."""
     differing = [
         f"{key} {baseline.get(key)!r} without and {speculative.get(key)!r} with speculation"
@@ -128,29 +128,29 @@ def refuse_if_settings_differ(baseline: dict[str, Any], speculative: dict[str, A
         if baseline.get(key) != speculative.get(key)
     ]
     if differing:
-        raise Refusal(
+        raise UserError(
             f"the two arms are not comparable: {'; '.join(differing)}; set these in server.flags"
         )
 
 
-def refuse_unless_asked(settings: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Raises Refusal if a server reports other speculation settings than its flags asked for."""
+def check_asked(settings: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Raises UserError if a server reports other speculation settings than its flags asked for."""
     for flag, value in wanted.items():
         key = flag.replace("-", "_")
         if key in SPECULATIVE and settings.get(key) != value:
-            raise Refusal(
+            raise UserError(
                 f"the server reports {key} {settings.get(key)!r}, but {value!r} was asked for; "
                 "another server may "
                 "be listening on this port, or this version of SGLang changes the flag"
             )
 
 
-def refuse_if_limited(settings: dict[str, Any], concurrency: int) -> None:
-    """Raises Refusal if a server runs fewer requests at once than the bench sends."""
+def check_limits(settings: dict[str, Any], concurrency: int) -> None:
+    """Raises UserError if a server runs fewer requests at once than the bench sends."""
     for key in ("max_running_requests", "effective_max_running_requests_per_dp"):
         limit = settings.get(key)
         if limit is not None and limit < concurrency:
-            raise Refusal(
+            raise UserError(
                 f"bench.batch_sizes asks for {concurrency} requests at once, but the server has "
                 f"{key} {limit}; "
                 f"set server.flags.max-running-requests to {concurrency} and give it the memory"

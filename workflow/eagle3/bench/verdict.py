@@ -3,7 +3,7 @@ sentence."""
 
 from typing import Any
 
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 
 CHECKLIST = (
     "check, in this order: the server speculates with EAGLE3; the captured layer ids (`make "
@@ -12,41 +12,39 @@ CHECKLIST = (
 )
 
 
-def refuse_unless_sound(
-    cell: dict[str, Any], minimum: float, max_difference: float, exact: bool
-) -> None:
-    """Raises Refusal when a cell's figures cannot be what a working drafter gives. `exact`: greedy
+def check_sound(cell: dict[str, Any], minimum: float, max_difference: float, exact: bool) -> None:
+    """Raises UserError when a cell's figures cannot be what a working drafter gives. `exact`: greedy
     outputs of both arms must be equal, as they are in process; servers compute other roundings for
     other batches."""
     figures = cell["all"]
     length, outputs = figures["accept_length"], figures["outputs"]
     where = f"{cell['variant']} at {cell['concurrency']} at once"
     if exact and outputs["equal"] != outputs["compared"]:
-        raise Refusal(
+        raise UserError(
             f"only {outputs['equal']} of {outputs['compared']} greedy outputs equal plain "
             "decoding's; speculation "
             "must never change them"
         )
     per_cycle = length["per_cycle"]
     if per_cycle is None:
-        raise Refusal(
+        raise UserError(
             f"{where}: no verify cycle was counted; the answers may all be one token long"
         )
     if not 1 <= per_cycle <= cell["steps"] + 1:
-        raise Refusal(
+        raise UserError(
             f"{where}: {per_cycle:.3f} tokens per verify cycle are outside 1 to "
             f"{cell['steps'] + 1}; the counts "
             "of this server mean something else"
         )
     if per_cycle < minimum:
-        raise Refusal(
+        raise UserError(
             f"{where}: accept length is {per_cycle:.3f}, under bench.min_accept_length "
             f"{minimum}; {CHECKLIST}"
         )
     if length["replayed"] is not None:
         difference = abs(length["replayed"] / length["served"] - 1)
         if difference > max_difference:
-            raise Refusal(
+            raise UserError(
                 f"{where}: served accept length {length['served']:.3f} and the "
                 f"{length['replayed']:.3f} that the same "
                 f"answers predict differ by {difference:.1%}, more than bench.max_difference "

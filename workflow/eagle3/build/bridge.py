@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from eagle3.build.shared import KEYS, TOUCHING, say
+from eagle3.build.shared import KEYS, TOUCHING, log
 from eagle3.core import orphans
 
 KNOWN = Path(".build/bridge.json")
@@ -20,7 +20,7 @@ SEEN, RUNNING = Path(".snakemake/eaglemake.seen"), Path(".build/running")
 
 
 class Bridge:
-    """`datasets`: their names, sorted. `code`: files of each rule's script. Raises Refusal for a
+    """`datasets`: their names, sorted. `code`: files of each rule's script. Raises UserError for a
     wrong params.yaml."""
 
     def __init__(self, is_main: bool):
@@ -41,7 +41,7 @@ class Bridge:
         self.code: dict[str, list[str]] = known["code"]
         if self.is_main:
             for line in known["changes"]:
-                say(line)
+                log(line)
 
     def catch_up(self, rules) -> None:
         """Tells Snakemake what happened since its last build (an edit, dvc repro, pull, checkout),
@@ -61,7 +61,7 @@ class Bridge:
         folders that they lie in."""
         _write(RUNNING, _identity(os.getpid()))
         for path in orphans.remove(Path("data").glob("*") if self.is_main else (), self.datasets):
-            say(f"removed {path}: params.yaml no longer has this data set")
+            log(f"removed {path}: params.yaml no longer has this data set")
 
     def remember(self, built: set[str]) -> None:
         """A build of the stages `built` ended well: if these are all, Snakemake knows the present
@@ -73,12 +73,12 @@ class Bridge:
     def last_words(self) -> None:
         """A build failed: says again why, since Snakemake has buried it under all that it knows of
         the job."""
-        for log in sorted(Path("logs").rglob("*.log")):
-            if self.is_main and log.stat().st_mtime >= RUNNING.stat().st_mtime:
-                lines = log.read_text(errors="replace").splitlines()
+        for file in sorted(Path("logs").rglob("*.log")):
+            if self.is_main and file.stat().st_mtime >= RUNNING.stat().st_mtime:
+                lines = file.read_text(errors="replace").splitlines()
                 refused = [line for line in lines if line.startswith(("error: ", "interrupted; "))]
                 for line in refused or [line for line in lines[-1:] if ": failed to run: " in line]:
-                    say(f"{log}: {line.removeprefix('error: ')}")
+                    log(f"{file}: {line.removeprefix('error: ')}")
 
 
 def _set_environment() -> None:
@@ -170,7 +170,7 @@ def _clear_locks() -> bool:
     pid = holder.partition(" ")[0]
     if pid and holder == _identity(int(pid)) and int(pid) != os.getpid():
         if locks:
-            say(
+            log(
                 f"another snakemake is building here as process {pid}; what it has finished is "
                 "shown when it ends"
             )
@@ -182,7 +182,7 @@ def _clear_locks() -> bool:
         )  # before removing: a third one would remove this one's locks
         for file in [*locks, *marks]:
             file.unlink(missing_ok=True)
-        say(
+        log(
             f"process {pid} was killed while it built here; its locks are removed, and what it "
             "had finished is kept"
         )

@@ -12,7 +12,7 @@ from typing import Any
 from eagle3.build.shared import KEYS
 from eagle3.core import params as parameters
 from eagle3.core.code import code_files
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.core.files import canonical_json, write_text
 
 
@@ -29,7 +29,7 @@ def learn(write: bool) -> dict[str, Any]:
     """Checks params.yaml and dvc.yaml and, with `write`, brings the key files up to date.
 
     Returns `datasets`, `stages`, `code` (files by rule) and `changes` (lines that say which
-    parameters differ from those of the last build). Raises Refusal for a wrong parameter, or a
+    parameters differ from those of the last build). Raises UserError for a wrong parameter, or a
     dvc.lock that cannot be read."""
     parameters.load("params.yaml")
     content, definitions = parameters.read_yaml("params.yaml"), parameters.read_yaml("dvc.yaml")
@@ -52,24 +52,24 @@ def learn(write: bool) -> dict[str, Any]:
 
 
 def read_lock() -> dict[str, dict]:
-    """Stages of dvc.lock. Raises Refusal, with the way out, for one that a merge or a kill left
+    """Stages of dvc.lock. Raises UserError, with the way out, for one that a merge or a kill left
     unreadable."""
     path = Path("dvc.lock")
     if not path.exists():
         return {}
     text = path.read_text(errors="replace")
     if any(line.startswith("<<<<<<< ") for line in text.splitlines()):
-        raise Refusal(
+        raise UserError(
             "dvc.lock has merge conflicts; `git checkout --ours dvc.lock` (or --theirs), then "
             "build: what the "
             "other side had made comes back from the cache"
         )
     try:
         if not text.endswith("\n"):
-            raise Refusal("cut off in a line")
+            raise UserError("cut off in a line")
         return (parameters.read_yaml(path) or {}).get("stages", {})
-    except (Refusal, AttributeError):
-        raise Refusal(
+    except (UserError, AttributeError):
+        raise UserError(
             "dvc.lock is cut off: dvc was killed while writing it; `rm dvc.lock`, then build: "
             "finished stages "
             "come back from the cache without running"

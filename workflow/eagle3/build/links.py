@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from eagle3.build.shared import say
+from eagle3.build.shared import log
 
 
 def without_dangling(ask: Callable[[], Any]) -> Any:
@@ -20,7 +20,7 @@ def without_dangling(ask: Callable[[], Any]) -> Any:
     except FileNotFoundError:
         for path in Path("data").rglob("*"):
             if path.is_symlink() and not path.exists():
-                say(
+                log(
                     f"{path}: its file in the cache was damaged and is gone; the build makes it "
                     "again"
                 )

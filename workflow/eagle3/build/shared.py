@@ -10,5 +10,5 @@ TOUCHING = (
 )
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

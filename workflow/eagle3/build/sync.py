@@ -12,7 +12,7 @@ from pathlib import Path
 
 from eagle3.build import links
 from eagle3.build.keys import mark_stale
-from eagle3.build.shared import TOUCHING, say
+from eagle3.build.shared import TOUCHING, log
 
 SHOWN = 12  # stale stages that are named
 
@@ -30,10 +30,10 @@ def run(rules) -> bool:
         with Repo() as repo, lock_repo(repo):
             status, graph = links.without_dangling(repo.status), repo.index.graph
     except LockError:
-        say("dvc is busy in this folder; what it has finished is shown when it ends")
+        log("dvc is busy in this folder; what it has finished is shown when it ends")
         return False
     except DvcException as error:
-        say(f"dvc status failed, so more than necessary may be checked: {error}")
+        log(f"dvc status failed, so more than necessary may be checked: {error}")
         return False
     clean, stale = sort_out(status, graph)
     new = {stage.addressing for stage in graph if not any(dep.hash_info for dep in stage.deps)}
@@ -41,9 +41,9 @@ def run(rules) -> bool:
     for stage in stale:
         mark_stale(stage, reasons[stage])
     for stage in stale[:SHOWN]:
-        say(f"{stage}: {reasons[stage]}")
+        log(f"{stage}: {reasons[stage]}")
     if len(stale) > SHOWN:
-        say(f"and {len(stale) - SHOWN} more stages")
+        log(f"and {len(stale) - SHOWN} more stages")
     return _touch(first_outputs(rules, clean))
 
 
@@ -109,7 +109,7 @@ def _touch(files: list[str]) -> bool:
         command, env={**os.environ, TOUCHING: "1"}, capture_output=True, text=True
     )
     if done.returncode:
-        say(
+        log(
             "recording finished stages failed, so more than necessary may be checked: "
             f"{done.stderr.strip()[-600:]}"
         )

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from eagle3.core.dvc_cache import cache_config
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 
 FICLONE = 0x40049409
 GIB = 2**30
@@ -52,10 +52,8 @@ def needs(size: int, folder: Path) -> tuple[dict[Path, int], str]:
     return {folder: size if kind == types[0] != "copy" else 2 * size}, kind
 
 
-def refuse_if_too_small(
-    folder: Path, needed: int, reserve: int, tokens: int, smaller: str = ""
-) -> None:
-    """Raises Refusal with the three numbers and what would fit, before anything is written.
+def check_size(folder: Path, needed: int, reserve: int, tokens: int, smaller: str = "") -> None:
+    """Raises UserError with the three numbers and what would fit, before anything is written.
 
     `needed` bytes are for `tokens` tokens; `smaller` names a cheaper setting in words.
     """
@@ -65,7 +63,7 @@ def refuse_if_too_small(
         free = shutil.disk_usage(place).free
         if size + reserve > free:
             fits = max(0, free - reserve) * tokens // max(size, 1)
-            raise Refusal(
+            raise UserError(
                 f"hidden states need {size:,} bytes ({size / GIB:,.2f} GiB, DVC's cache "
                 f"included, linked by {kind}) and "
                 f"runtime.reserve_bytes keeps {reserve / GIB:,.2f} GiB, but {free / GIB:,.2f} "

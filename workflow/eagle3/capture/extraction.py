@@ -20,7 +20,7 @@ import torch
 from eagle3.capture import disk
 from eagle3.capture.transformers_capture import Capture, Job
 from eagle3.core.dvc_cache import remove_if_corrupt
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.core.files import read_json, replacing, write_json
 from eagle3.core.progress import Progress
 from eagle3.hidden_states import shards
@@ -59,10 +59,10 @@ class Extraction:
         identity: dict[str, Any],
         params,
         runtime,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ):
         self.path, self.work, self.hidden_size = path, work, hidden_size
-        self.identity, self.params, self.runtime, self.say = identity, params, runtime, say
+        self.identity, self.params, self.runtime, self.log = identity, params, runtime, log
         self.finished = work / "shards"
         self.finished.mkdir(parents=True, exist_ok=True)
         for leftover in (*work.rglob("*.part"), *self.finished.glob("*.acks")):
@@ -103,7 +103,7 @@ class Extraction:
             if beside.exists() and (self.finished / name).exists():
                 entry = read_json(beside)
                 if reason := shards.damaged(self.finished, entry):
-                    self.say(f"{self.finished / name} is damaged: {reason}; it is extracted again")
+                    self.log(f"{self.finished / name} is damaged: {reason}; it is extracted again")
                 else:
                     return planned.key, entry
             if name in published and name in earlier:
@@ -113,7 +113,7 @@ class Extraction:
                     return planned.key, published[name]
                 (self.finished / name).unlink()
                 removed = remove_if_corrupt(earlier[name])
-                self.say(
+                self.log(
                     f"{name} of the earlier states is damaged: {reason}; it is extracted again"
                     f"{' and its copy is removed from the DVC cache' if removed else ''}"
                 )
@@ -126,10 +126,10 @@ class Extraction:
         if any(entry["file"] in published for entry in self.entries.values()):
             self.checks = manifest.get("checks")
 
-    def refuse_if_disk_too_small(self) -> None:
+    def check_disk(self) -> None:
         size, tokens = sum(p.size for p in self.missing), sum(p.tokens for p in self.missing)
         total = sum(p.tokens for p in self.plan)
-        self.say(
+        self.log(
             f"{total:,} tokens in {len(self.plan)} shards, {len(self.plan) - len(self.missing)} "
             "of them there already; "
             f"{size / 2**20:,.1f} MiB to write"
@@ -139,7 +139,7 @@ class Extraction:
             if self.params.dtype == "float8_e4m3fn"
             else ", set hidden_states.dtype to float8_e4m3fn"
         )
-        disk.refuse_if_too_small(self.finished, size, self.runtime.reserve_bytes, tokens, smaller)
+        disk.check_size(self.finished, size, self.runtime.reserve_bytes, tokens, smaller)
 
     def capture(
         self,
@@ -223,7 +223,7 @@ class Extraction:
                 with self._lock:
                     self.entries[writer.key] = entry
                     del writers[writer.key]
-                self.refuse_if_quarantined()
+                self.check_quarantine()
             except BaseException as error:  # raised where the jobs are taken, and at the end
                 failed.append(error)
             finally:
@@ -242,8 +242,8 @@ class Extraction:
             for writer in writers.values():
                 writer.discard()
 
-    def refuse_if_quarantined(self) -> None:
-        """Raises Refusal when more rows than hidden_states.max_quarantine_rate of the data set have
+    def check_quarantine(self) -> None:
+        """Raises UserError when more rows than hidden_states.max_quarantine_rate of the data set have
         no usable states."""
         with self._lock:
             bad = [
@@ -254,7 +254,7 @@ class Extraction:
             ]
         total = sum(p.rows for p in self.plan)
         if len(bad) > self.params.max_quarantine_rate * total:
-            raise Refusal(
+            raise UserError(
                 f"{len(bad)} of {total} records have no usable states, more than "
                 f"hidden_states.max_quarantine_rate {self.params.max_quarantine_rate} allows "
                 "(first: "
@@ -268,7 +268,7 @@ class Extraction:
         entries = [self.entries[p.key] for p in self.plan]
         bad = [row for entry in entries for row in entry[QUARANTINED]]
         if bad:
-            self.say(
+            self.log(
                 f"{len(bad)} records are quarantined (first: {bad[0]['id']}: {bad[0]['reason']})"
             )
         with replacing(folder) as temporary:
@@ -294,7 +294,7 @@ def self_check(
     greedy: bool,
 ) -> dict[str, Any]:
     """Captures a few records together and one by one, through files like any others, and compares.
-    Raises Refusal when they disagree or, where the answers were greedy, when the states do not
+    Raises UserError when they disagree or, where the answers were greedy, when the states do not
     predict the tokens that were served."""
     folder.mkdir(parents=True, exist_ok=True)
     together = ShardWriter(folder, "together", sample, hidden_size, dtype)
@@ -306,7 +306,7 @@ def self_check(
             capture.run(iter([Job(alone, row)]), lambda job: None)
         for writer in (together, alone):
             if missing := next(filter(None, map(writer.missing, rows)), ""):
-                raise Refusal(
+                raise UserError(
                     f"self-check: {missing}; a prefix cache would do that: switch the server's off "
                     "(--disable-radix-cache), or see its log"
                 )
@@ -327,7 +327,7 @@ def self_check(
 
 
 def _agreement(pairs: list[tuple[dict, dict]]) -> float | None:
-    """Mean relative difference of states captured together and alone. Raises Refusal where they
+    """Mean relative difference of states captured together and alone. Raises UserError where they
     belong to different tokens.
 
     The difference is taken relative to how far apart the sample's tokens lie in each channel, so
@@ -349,7 +349,7 @@ def _agreement(pairs: list[tuple[dict, dict]]) -> float | None:
     difference = torch.cat(found)
     share = (difference < MAX_DIFFERENCE).float().mean().item()
     if share < MIN_SHARE:
-        raise Refusal(
+        raise UserError(
             "states of a record captured alone and in a batch differ: by less than "
             f"{MAX_DIFFERENCE} of the distance between "
             f"tokens at {share:.1%} of positions, {MIN_SHARE:.0%} are needed (largest "
@@ -361,7 +361,7 @@ def _agreement(pairs: list[tuple[dict, dict]]) -> float | None:
 
 def _greedy_agreement(pairs: list[tuple[dict, dict]], head: torch.Tensor) -> float:
     """Share of supervised tokens that `head` [V, H] picks from the state before them. Raises
-    Refusal if too low."""
+    UserError if too low."""
     hits = []
     for _, row in pairs:
         mask = row["loss_mask"][1:]
@@ -369,7 +369,7 @@ def _greedy_agreement(pairs: list[tuple[dict, dict]], head: torch.Tensor) -> flo
         hits.append(predicted == row["input_ids"][1:][mask])
     share = torch.cat(hits).float().mean().item()
     if share < MIN_AGREEMENT:
-        raise Refusal(
+        raise UserError(
             f"only {share:.1%} of greedy tokens are what the captured states predict, not "
             f"{MIN_AGREEMENT:.0%}; "
             "the final norm, the layer list or the target differs from the one that answered"

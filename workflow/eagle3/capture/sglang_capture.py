@@ -26,7 +26,7 @@ import aiohttp
 
 from eagle3.capture.sglang_hooks import ACKS, PREFIX
 from eagle3.capture.transformers_capture import Job
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 
 ROWS = 8  # in one HTTP call
 POLL = 0.005
@@ -39,7 +39,7 @@ def engine_version(
     """Version of SGLang in the environment of the command's interpreter or of the one beside its
     program, else of `python`.
 
-    Raises Refusal if there is none.
+    Raises UserError if there is none.
     """
     if command:
         program = Path(command[0])
@@ -61,7 +61,7 @@ def engine_version(
             env={**os.environ, **(environment or {})},
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError) as error:
-        raise Refusal(
+        raise UserError(
             f"{python} has no SGLang ({error}); set server.python to the interpreter of its "
             "environment"
         ) from None
@@ -93,7 +93,7 @@ class SglangCapture:
     """Sends jobs to the servers at `urls`, `concurrency` rows at once.
 
     `recover` is called when a server does not answer; it returns when it is back, or raises
-    Refusal."""
+    UserError."""
 
     last_is = "after_final_norm"
 
@@ -148,7 +148,7 @@ class SglangCapture:
                     await asyncio.gather(reader, calls, return_exceptions=True)
 
     async def _checked_root(self, session, url: str) -> str:
-        """The folder under which a server's hooks write. Raises Refusal if it was not started for
+        """The folder under which a server's hooks write. Raises UserError if it was not started for
         this."""
         for path in ("/server_info", "/get_server_info"):
             async with session.get(url + path) as answer:
@@ -156,14 +156,16 @@ class SglangCapture:
                     info = await answer.json()
                     break
         else:
-            raise Refusal(f"the server at {url} does not say how it was started (no /server_info)")
+            raise UserError(
+                f"the server at {url} does not say how it was started (no /server_info)"
+            )
         info = (
             {**info, **info.get("server_args", {})}
             if isinstance(info.get("server_args"), dict)
             else info
         )
         if not info.get("disable_radix_cache"):
-            raise Refusal(
+            raise UserError(
                 f"the server at {url} has its prefix cache on, so cached tokens would have no "
                 "states; restart it "
                 "with --disable-radix-cache"
@@ -176,7 +178,7 @@ class SglangCapture:
             if str(hook.get("name")).startswith(PREFIX)
         }
         if len(roots) != 1:
-            raise Refusal(
+            raise UserError(
                 f"the server at {url} was started without our --forward-hooks; leave "
                 "server.endpoints empty and "
                 "let the stage start it"
@@ -238,7 +240,7 @@ class SglangCapture:
         for one in pending:
             part = one.job.writer.path.resolve()
             if self.root not in map(str, part.parents):
-                raise Refusal(
+                raise UserError(
                     f"the server writes states under {self.root}, but {part} is not there; "
                     "restart it from here"
                 )
@@ -267,7 +269,7 @@ class SglangCapture:
             self.waiting.pop(one.rid, None)
 
     async def _post(self, session, url: str, body: dict[str, Any]) -> str:
-        """Why the server refuses the request; empty if it answered. Raises Refusal when it stays
+        """Why the server refuses the request; empty if it answered. Raises UserError when it stays
         away."""
         for attempt in range(self.max_tries):
             try:
@@ -282,14 +284,14 @@ class SglangCapture:
                 reason = f"{type(error).__name__} {error}"
             await asyncio.sleep(min(30, 2**attempt))
             await asyncio.to_thread(self.recover)
-        raise Refusal(
+        raise UserError(
             f"the server at {url} gave no answer in {self.max_tries} tries (last: {reason}); "
             "finished shards are "
             "kept: see the server's log and run the same command again"
         )
 
     async def _read_acks(self, folders: dict[str, int], hashers: ThreadPoolExecutor) -> None:
-        """Follows the acknowledgement files and completes rows. Raises Refusal when the server says
+        """Follows the acknowledgement files and completes rows. Raises UserError when the server says
         that none can come."""
         loop = asyncio.get_running_loop()
         while True:
@@ -307,7 +309,7 @@ class SglangCapture:
 
     def _acknowledge(self, ack: dict[str, Any], loop, hashers) -> None:
         if ack.get("fatal"):
-            raise Refusal(ack["fatal"])
+            raise UserError(ack["fatal"])
         one = self.waiting.get(ack["rid"])
         if one is None:
             return

@@ -102,7 +102,7 @@ class Receiver:
                 min(len(part) for part in (*layers, last)),
             )
             if width != 3 * hidden or last.shape[-1] != hidden:
-                tell(
+                acknowledge_all(
                     pieces,
                     fatal=f"captured width is {width} and the last state's {last.shape[-1]}, not "
                     f"3 x {hidden} and "
@@ -110,7 +110,9 @@ class Receiver:
                 )
                 return
             if tokens < pieces[-1].end:
-                tell(pieces, problem=f"the batch has {pieces[-1].end} tokens but {tokens} states")
+                acknowledge_all(
+                    pieces, problem=f"the batch has {pieces[-1].end} tokens but {tokens} states"
+                )
                 return
             if self.offload is None:
                 self.offload = Offload(last.device)
@@ -120,7 +122,7 @@ class Receiver:
             self.offload.submit(stored, lambda on_cpu: write(pieces, layouts, on_cpu))
         except Exception as error:
             logger.exception("hidden states were not captured")
-            tell(pieces, problem=f"{type(error).__name__}: {error}")
+            acknowledge_all(pieces, problem=f"{type(error).__name__}: {error}")
 
 
 def write(pieces: list[Piece], layouts: dict[str, Layout], stored: dict[str, torch.Tensor]) -> None:
@@ -131,7 +133,7 @@ def write(pieces: list[Piece], layouts: dict[str, Layout], stored: dict[str, tor
     try:
         together = list(runs(pieces, layouts))
     except Exception as error:
-        tell(pieces, problem=f"{type(error).__name__}: {error}")
+        acknowledge_all(pieces, problem=f"{type(error).__name__}: {error}")
         return
     told: list[tuple[Piece, dict[str, Any]]] = []
     bad = stored["bad"] if stored["bad"].any() else None
@@ -184,8 +186,8 @@ def written(piece: Piece, bad: torch.Tensor | None) -> dict[str, Any]:
     return told
 
 
-def tell(pieces: list[Piece], **what: Any) -> None:
-    """Says the same of all."""
+def acknowledge_all(pieces: list[Piece], **what: Any) -> None:
+    """The same acknowledgement for every piece."""
     acknowledge([(piece, what) for piece in pieces])
 
 
@@ -240,7 +242,7 @@ def captured(config: dict[str, Any]) -> Callable:
     def hook(module, arguments, output):
         aux = arguments[4] if len(arguments) > 4 else None
         if aux is None:
-            tell(
+            acknowledge(
                 ours.pieces(arguments[3]),
                 fatal="the server captures no layers; start it with "
                 "--enable-return-aux-hidden-states --speculative-algorithm EAGLE3",
@@ -264,7 +266,7 @@ def layer(config: dict[str, Any]) -> Callable:
             return
         states, residual = output[0], output[1]
         if getattr(states, "_sglang_needs_allreduce_fusion", False):
-            tell(
+            acknowledge_all(
                 pieces,
                 fatal="layer outputs are partial sums; start the server without "
                 "--enable-flashinfer-allreduce-fusion",

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from eagle3.capture.offload import Offload, states_to_store
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.hidden_states.shards import ShardWriter
 from eagle3.records.records import Record
 from eagle3.target.model import Target
@@ -46,7 +46,7 @@ class Capture(Protocol):
 
 
 def decoder_of(model):
-    """(list of decoder layers, final norm) of a transformers model. Raises Refusal if they cannot
+    """(list of decoder layers, final norm) of a transformers model. Raises UserError if they cannot
     be found."""
     for path in (
         "model",
@@ -60,7 +60,7 @@ def decoder_of(model):
             module = getattr(module, name, None)
         if module is not None and hasattr(module, "layers") and hasattr(module, "norm"):
             return module.layers, module.norm
-    raise Refusal(
+    raise UserError(
         f"no decoder layers found in {type(model).__name__}; expected model.layers and model.norm"
     )
 
@@ -134,7 +134,7 @@ class Replica:
         """(three captured layers [T, H], final state [T, H]) of sequences end to end, without
         padding, on the device.
 
-        Raises Refusal if the width is not 3H.
+        Raises UserError if the width is not 3H.
         """
         self.forward(ids)
         longest = max(map(len, ids))
@@ -152,7 +152,7 @@ class Replica:
         self.captured.clear()
         width = sum(part.shape[-1] for part in layers)
         if width != 3 * self.hidden_size:
-            raise Refusal(
+            raise UserError(
                 f"captured width is {width}, not 3 x {self.hidden_size}; check hidden_states.layers"
             )
         return layers, last

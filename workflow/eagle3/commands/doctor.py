@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from eagle3.bench.speculation import ALGORITHMS
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.core.files import read_json
 from eagle3.drafter.export import expected_shapes
 from eagle3.drafter.model import rope_parameters
@@ -47,7 +47,7 @@ class Finding:
 
 def examine(folder: str | Path, target: Target) -> list[Finding]:
     """All findings about the drafter in `folder` for `target`, in the order in which to mend them.
-    Raises Refusal if the folder has no readable config.json."""
+    Raises UserError if the folder has no readable config.json."""
     folder = Path(folder)
     config = read_json(folder / "config.json")
     findings = [_algorithm(config)]
@@ -403,7 +403,7 @@ def _rope(config: dict, target: Target) -> Finding:
     wanted = rope_parameters(target.config)
     try:
         found = rope_parameters(config)
-    except Refusal:
+    except UserError:
         return Finding(
             "RoPE",
             BAD,

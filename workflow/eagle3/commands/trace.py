@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from eagle3.core.dvc_cache import cache_config, cache_object
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.core.files import CHUNK, digest_file, read_json
 from eagle3.core.process import git
 from eagle3.responses.responses import made_by, plain
@@ -135,10 +135,10 @@ class Store:
 
 
 def trace(folder: str | Path) -> dict[str, Any]:
-    """Everything that is known of a drafter folder. Raises Refusal if it is none."""
+    """Everything that is known of a drafter folder. Raises UserError if it is none."""
     folder = Path(folder)
     if not (folder / "training.json").exists():
-        raise Refusal(
+        raise UserError(
             f"{folder} has no training.json, so nothing says what it was made from; give a "
             "drafter folder that "
             "`train` wrote (DRAFTER=FOLDER), or make one: `make drafter`"

@@ -1,7 +1,7 @@
 """The two ways in which work is turned down."""
 
 
-class Refusal(Exception):
+class UserError(Exception):
     """The build cannot go on. The message is one clear sentence for a person: what is wrong, the
     two values that differ, and the command or edit that helps. Scripts print it without a traceback
     and exit with 1."""

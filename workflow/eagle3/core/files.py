@@ -10,7 +10,7 @@ from typing import Any
 
 import xxhash
 
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 
 CHUNK = 1 << 22
 
@@ -69,7 +69,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
     except OSError as error:
         if error.errno == 28:
             free = shutil.disk_usage(path.parent).free
-            raise Refusal(
+            raise UserError(
                 f"no space left while writing {path} ({free / 2**20:,.0f} MiB free); nothing "
                 "finished was "
                 "lost: make room and run the same command again"
@@ -108,13 +108,13 @@ def write_jsonl(path: str | Path, rows: Iterable[dict]) -> int:
 
 
 def read_json(path: str | Path) -> Any:
-    """Raises Refusal, naming the file, if it is missing or is not JSON."""
+    """Raises UserError, naming the file, if it is missing or is not JSON."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise Refusal(f"{path} is missing") from None
+        raise UserError(f"{path} is missing") from None
     except ValueError as error:
-        raise Refusal(
+        raise UserError(
             f"{path} is not valid JSON ({error}); delete it and run the build again"
         ) from None
 
@@ -123,7 +123,7 @@ def read_jsonl(path: str | Path) -> Iterator[dict]:
     """The rows of a file that this project wrote. Lines end at b'\\n' only: U+2028 inside a string
     is no line end.
 
-    Raises Refusal with line number and byte offset for a line that is not UTF-8 JSON.
+    Raises UserError with line number and byte offset for a line that is not UTF-8 JSON.
     """
     offset = 0
     with open(path, "rb") as file:
@@ -131,5 +131,5 @@ def read_jsonl(path: str | Path) -> Iterator[dict]:
             try:
                 yield json.loads(line.decode("utf-8"))
             except ValueError as error:
-                raise Refusal(f"{path}, line {number}, byte {offset}: {error}") from None
+                raise UserError(f"{path}, line {number}, byte {offset}: {error}") from None
             offset += len(line)

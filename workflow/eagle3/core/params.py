@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.core.files import canonical_json
 from eagle3.core.schema import Params, is_runtime
 
@@ -41,22 +41,22 @@ _Loader.add_implicit_resolver(
 
 
 def read_yaml(path: str | Path) -> Any:
-    """Raises Refusal with line and column if the file is no YAML."""
+    """Raises UserError with line and column if the file is no YAML."""
     try:
         with open(path, encoding="utf-8") as file:
             return yaml.load(file, _Loader)
     except FileNotFoundError:
-        raise Refusal(
+        raise UserError(
             f"{path} is missing; run this in the project's folder, or copy one from recipes/"
         ) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise Refusal(f"{path}{place}: {getattr(error, 'problem', error)}") from None
+        raise UserError(f"{path}{place}: {getattr(error, 'problem', error)}") from None
 
 
 def load(path: str | Path = "params.yaml") -> Params:
-    """The whole file, checked. Raises Refusal naming each wrong key, its value and what is
+    """The whole file, checked. Raises UserError naming each wrong key, its value and what is
     allowed."""
     return _load(str(path), Path(path).stat().st_mtime_ns if Path(path).exists() else 0)
 
@@ -70,7 +70,7 @@ def check(content: Any, path: str | Path = "params.yaml") -> Params:
     try:
         return Params.model_validate(content)
     except ValidationError as error:
-        raise Refusal("\n".join(_explain(path, item) for item in error.errors())) from None
+        raise UserError("\n".join(_explain(path, item) for item in error.errors())) from None
 
 
 def _explain(path, item: dict) -> str:
@@ -115,12 +115,12 @@ def lookup(content: Any, dotted: str) -> Any:
 def stage_slices(stage: str, definitions: dict, params: dict) -> list[str]:
     """The parameter keys that dvc.yaml lists for a stage, with `${key}` and `${item.…}` filled in.
 
-    `stage` is 'train' or 'prepare@alpaca'. Raises Refusal if dvc.yaml has no such stage.
+    `stage` is 'train' or 'prepare@alpaca'. Raises UserError if dvc.yaml has no such stage.
     """
     group, _, key = stage.partition("@")
     definition = definitions.get("stages", {}).get(group)
     if definition is None:
-        raise Refusal(
+        raise UserError(
             f"dvc.yaml has no stage {group}; it has {', '.join(definitions.get('stages', {}))}"
         )
     definition = definition.get("do", definition)
@@ -144,7 +144,7 @@ def slice_text(params: dict, slices: list[str]) -> str:
 
 
 class Declared:
-    """params.yaml behind a gate: reading a key that the stage does not declare raises Refusal with
+    """params.yaml behind a gate: reading a key that the stage does not declare raises UserError with
     the line to add.
 
     Run-time keys (`server.*` and others marked so in the schema) may always be read.
@@ -169,7 +169,7 @@ class Declared:
             value, BaseModel
         ):
             return Declared(value, self._stage, self._slices, path)
-        raise Refusal(
+        raise UserError(
             f"stage {self._stage} reads {path}, which dvc.yaml does not list for it, so an edit "
             "of it would go unseen; "
             f"add `- {path}` under stages.{self._stage.partition('@')[0]}.params"

@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 
 DRIVERS = ("snakemake", "dvc", "eagle3.build.gate")
 PR_SET_PDEATHSIG = 1
@@ -25,7 +25,7 @@ def die_with_parent(sig: int = signal.SIGKILL) -> None:
 
 def git(*words: str) -> str:
     """What git prints; nothing without a repository, or without git at all (a container that
-    builds, say)."""
+    builds, log)."""
     try:
         done = subprocess.run(["git", *words], capture_output=True, text=True)
     except FileNotFoundError:
@@ -110,7 +110,7 @@ def exclusive(folder: str | Path, what: str):
     """Holds the lock of a work folder. The kernel frees it when the holder dies, so no lock is ever
     left behind.
 
-    Raises Refusal naming the holder's pid when another live process has it.
+    Raises UserError naming the holder's pid when another live process has it.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ def exclusive(folder: str | Path, what: str):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            raise Refusal(
+            raise UserError(
                 f"{what} is already running as process {file.read().strip() or 'unknown'}; wait "
                 "for it, or stop it "
                 "with kill and run this again"

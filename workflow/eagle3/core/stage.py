@@ -13,7 +13,7 @@ from pathlib import Path
 from eagle3.core import orphans
 from eagle3.core import params as parameters
 from eagle3.core.code import code_files
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.core.process import exclusive, watch_ancestors
 from eagle3.core.progress import duration
 
@@ -36,13 +36,13 @@ class Stage:
         self.slices = slices
         self.work = WORK / name.replace("@", "/")
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         print(f"{self.name}: {text}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def running(name: str, params_path: str | Path, inputs: list[str | Path]) -> Iterator[Stage]:
-    """Runs a stage's body. Raises Refusal if an input is missing, or it or the code was changed
+    """Runs a stage's body. Raises UserError if an input is missing, or it or the code was changed
     while the body ran.
 
     The second would let DVC record an output beside inputs that did not make it.
@@ -57,7 +57,7 @@ def running(name: str, params_path: str | Path, inputs: list[str | Path]) -> Ite
     files = [Path(params_path), *map(Path, inputs)]
     code = code_files(name, parameters.read_yaml("dvc.yaml"))
     before = _stamps(files) | _contents(code)
-    _refuse_changed(name, [file for file in code if os.stat(file).st_ctime_ns > _began()])
+    _check_unchanged(name, [file for file in code if os.stat(file).st_ctime_ns > _began()])
     stage = Stage(name, params_path)
     with exclusive(stage.work, f"stage {name}"):
         with open(WORK / STARTED, "a") as log:
@@ -71,13 +71,13 @@ def running(name: str, params_path: str | Path, inputs: list[str | Path]) -> Ite
             if before.get(path) != after.get(path)
         )
         if changed != [str(params_path)] or not _same_slices(stage, params_path):
-            _refuse_changed(name, changed)
-        stage.say(f"done in {duration(time.monotonic() - started)}")
+            _check_unchanged(name, changed)
+        stage.log(f"done in {duration(time.monotonic() - started)}")
 
 
-def _refuse_changed(name: str, files: list[str]) -> None:
+def _check_unchanged(name: str, files: list[str]) -> None:
     if files:
-        raise Refusal(
+        raise UserError(
             f"{', '.join(files[:5])} changed while stage {name} ran, so its result would belong "
             "to neither version; "
             "run the same command again"
@@ -90,7 +90,7 @@ def _stamps(paths: list[Path]) -> dict[Path, tuple]:
     stamps = {}
     for path in paths:
         if not path.exists():
-            raise Refusal(f"{path} is missing; `snakemake --cores all {path}` builds it")
+            raise UserError(f"{path} is missing; `snakemake --cores all {path}` builds it")
         files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
         for file in files:
             stat = file.stat()
@@ -115,14 +115,14 @@ def _same_slices(stage: Stage, params_path: str | Path) -> bool:
     alone."""
     try:
         now = parameters.load(params_path).model_dump()
-    except Refusal:
+    except UserError:
         return False
     before = parameters.slice_text(stage.params._value.model_dump(), stage.slices)
     return parameters.slice_text(now, stage.slices) == before
 
 
 def main(parser: argparse.ArgumentParser, body: Callable[[argparse.Namespace], None]) -> None:
-    """Parses the command line and runs `body`; a Refusal becomes one sentence on stderr and exit
+    """Parses the command line and runs `body`; a UserError becomes one sentence on stderr and exit
     code 1."""
     parser.add_argument(
         "--params", default="params.yaml", help="parameter file (default: params.yaml)"
@@ -131,8 +131,8 @@ def main(parser: argparse.ArgumentParser, body: Callable[[argparse.Namespace], N
     signal.signal(signal.SIGTERM, _terminated)
     try:
         body(arguments)
-    except Refusal as refusal:
-        print(f"error: {refusal}", file=sys.stderr, flush=True)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
     except KeyboardInterrupt:
         print(

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.core.files import read_json, replacing, write_json
 from eagle3.drafter.model import Drafter
-from eagle3.records.draft_vocab import refuse_unless_consistent
+from eagle3.records.draft_vocab import check_consistent
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
@@ -50,8 +50,8 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     }
 
 
-def refuse_unless_complete(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
-    """Raises Refusal listing tensors that are missing, unknown or of another shape, or whose values
+def check_complete(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    """Raises UserError listing tensors that are missing, unknown or of another shape, or whose values
     are not finite."""
     expected = expected_shapes(config)
     wrong = [f"{name} is missing" for name in expected.keys() - tensors.keys()]
@@ -67,8 +67,8 @@ def refuse_unless_complete(tensors: dict[str, torch.Tensor], config: dict[str, A
         if t.is_floating_point() and not torch.isfinite(t).all()
     ]
     if wrong:
-        raise Refusal(f"the drafter would not load as it was trained: {'; '.join(sorted(wrong))}")
-    refuse_unless_consistent(tensors["d2t"], tensors["t2d"])
+        raise UserError(f"the drafter would not load as it was trained: {'; '.join(sorted(wrong))}")
+    check_consistent(tensors["d2t"], tensors["t2d"])
 
 
 def write(folder: str | Path, state: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
@@ -80,7 +80,7 @@ def write(folder: str | Path, state: dict[str, torch.Tensor], config: dict[str, 
         name: (t.to(dtype) if t.is_floating_point() else t).cpu().contiguous()
         for name, t in state.items()
     }
-    refuse_unless_complete(tensors, config)
+    check_complete(tensors, config)
     write_json(folder / CONFIG, config)
     with replacing(folder / WEIGHTS) as temporary:
         save_file(tensors, temporary, metadata={"format": "pt"})
@@ -90,7 +90,7 @@ def write(folder: str | Path, state: dict[str, torch.Tensor], config: dict[str, 
         loaded, _ = read(copy)
     for name, tensor in tensors.items():
         if not torch.equal(loaded[name], tensor):
-            raise Refusal(
+            raise UserError(
                 f"{folder / WEIGHTS}: {name} reads back differently; the disk may be failing"
             )
 
@@ -99,7 +99,7 @@ def read(folder: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """(tensors, configuration), checked."""
     config = read_json(Path(folder) / CONFIG)
     tensors = load_file(Path(folder) / WEIGHTS)
-    refuse_unless_complete(tensors, config)
+    check_complete(tensors, config)
     return tensors, config
 
 

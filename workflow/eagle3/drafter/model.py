@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 
 Attend = Callable[
     [Tensor, Tensor, Tensor], Tensor
@@ -48,10 +48,10 @@ def drafter_config(
 
     RoPE, context length and norms are the target's: a drafter with another RoPE base loads and
     drafts badly. RoPE is written in the old and the new form, because readers of either fall back
-    to a base of 10000 in silence. Raises Refusal naming a field that the target lacks."""
+    to a base of 10000 in silence. Raises UserError naming a field that the target lacks."""
     missing = [key for key in COPIED if key not in target and not key.endswith("token_id")]
     if missing:
-        raise Refusal(f"the target's config.json lacks {', '.join(missing)}")
+        raise UserError(f"the target's config.json lacks {', '.join(missing)}")
     heads = architecture.get("num_attention_heads") or target["num_attention_heads"]
     rope = rope_parameters(target)
     scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
@@ -78,19 +78,19 @@ def drafter_config(
 
 
 def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """RoPE of a configuration in either form. Raises Refusal if it names no base (10000 would be a
+    """RoPE of a configuration in either form. Raises UserError if it names no base (10000 would be a
     guess), or turns a part of each head only."""
     found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = found.get("rope_theta", config.get("rope_theta"))
     if theta is None:
-        raise Refusal(
+        raise UserError(
             "the target's config.json has no rope_theta, neither at the top nor in rope_parameters"
         )
     found["rope_theta"] = theta
     found["rope_type"] = found.pop("type", None) or found.get("rope_type", "default")
     partial = found.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0
     if partial != 1.0:
-        raise Refusal(
+        raise UserError(
             f"the target turns {partial:.0%} of each head (partial_rotary_factor), a Llama "
             "drafter all of it; such "
             "targets are not supported"

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import xxhash
 
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.core.files import digest_of, read_json, write_json
 from eagle3.core.progress import Progress
 from eagle3.hidden_states import fp8
@@ -73,7 +73,7 @@ class ShardWriter:
     """A shard being filled: `KEY.part`, already as large as it will be. Rows come in any order and
     in pieces.
 
-    Raises Refusal at once when the disk cannot hold the shard; what is finished stays.
+    Raises UserError at once when the disk cannot hold the shard; what is finished stays.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class ShardWriter:
                 if error.errno not in NO_SPACE:
                     raise
                 free = shutil.disk_usage(folder).free
-                raise Refusal(
+                raise UserError(
                     f"{self.path} needs {self.layout.size / 2**20:,.1f} MiB and "
                     f"{free / 2**20:,.1f} MiB are free "
                     f"({os.strerror(error.errno)}); finished shards are kept: make room and run "
@@ -277,10 +277,10 @@ def write_manifest(
 
 
 def read_manifest(folder: str | Path) -> dict[str, Any]:
-    """Raises Refusal when the folder is unfinished."""
+    """Raises UserError when the folder is unfinished."""
     path = Path(folder) / MANIFEST
     if not path.exists():
-        raise Refusal(
+        raise UserError(
             f"{folder} has no {MANIFEST}, so its shards are unfinished; `snakemake --cores all "
             f"{path}`"
         )
@@ -334,7 +334,7 @@ class ShardSet:
         self._sizes: dict[Path, int] = {}
         for folder in map(Path, folders):
             manifest = read_manifest(folder)
-            refuse_unless_fitting(folder, manifest, expected)
+            check_fit(folder, manifest, expected)
             self.manifests[folder.name] = manifest
             for entry in manifest["shards"]:
                 self._sizes[folder / entry["file"]] = entry["bytes"]
@@ -345,7 +345,7 @@ class ShardSet:
                         self.places.append((folder / entry["file"], row, identifier))
                         self.lengths.append(length)
             if verify:
-                refuse_if_damaged(folder, manifest)
+                check_damage(folder, manifest)
 
     def __len__(self) -> int:
         return len(self.places)
@@ -374,14 +374,14 @@ class ShardSet:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             self._maps[path] = mapped, Layout.of_file(path)
         except (OSError, ValueError, KeyError) as error:
-            raise Refusal(f"{path} is damaged: {error}; {repair(path.parent)}") from None
+            raise UserError(f"{path} is damaged: {error}; {repair(path.parent)}") from None
         if len(self._maps) > self.open_files:
             self._maps.popitem(last=False)  # rows that are still in use keep their mapping alive
         return self._maps[path]
 
 
-def refuse_if_damaged(folder: Path, manifest: dict[str, Any], threads: int = 4) -> None:
-    """Reads every shard once. Raises Refusal naming the damaged ones and how to rebuild them
+def check_damage(folder: Path, manifest: dict[str, Any], threads: int = 4) -> None:
+    """Reads every shard once. Raises UserError naming the damaged ones and how to rebuild them
     alone."""
     entries = manifest["shards"]
     with (
@@ -394,7 +394,7 @@ def refuse_if_damaged(folder: Path, manifest: dict[str, Any], threads: int = 4) 
             if reason:
                 reasons.append(f"{folder / entry['file']} is damaged: {reason}")
     if reasons:
-        raise Refusal(
+        raise UserError(
             f"{'; '.join(reasons[:5])}; {len(reasons)} of {len(entries)} shards; {repair(folder)}"
         )
 
@@ -406,14 +406,12 @@ def repair(folder: Path) -> str:
     )
 
 
-def refuse_unless_fitting(
-    folder: str | Path, manifest: dict[str, Any], expected: dict[str, Any]
-) -> None:
-    """Raises Refusal naming the first field in which a manifest differs from what is expected, with
+def check_fit(folder: str | Path, manifest: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Raises UserError naming the first field in which a manifest differs from what is expected, with
     both values."""
     for field, value in expected.items():
         if manifest.get(field) != value:
-            raise Refusal(
+            raise UserError(
                 f"{folder}/{MANIFEST} has {field} {manifest.get(field)!r}, but {value!r} is "
                 "needed; "
                 f"`dvc repro extract@{Path(folder).name}` makes it so"

@@ -5,7 +5,7 @@ import re
 from datetime import date
 from typing import Any
 
-from eagle3.core.errors import Refusal, Reject
+from eagle3.core.errors import Reject, UserError
 from eagle3.target.model import Target
 
 THINK, END_THINK = "<think>", "</think>"
@@ -25,7 +25,7 @@ class Renderer:
         # which they ask for it.
         self.clock = {"date_string": day.strftime("%d %b %Y")}
         if not self.tokenizer.chat_template:
-            raise Refusal(
+            raise UserError(
                 f"the tokenizer at {target.path} has no chat template; add chat_template.jinja "
                 "to that folder"
             )
@@ -67,12 +67,12 @@ class Renderer:
         # The template writes BOS itself, so nothing is added here.
         ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if not (isinstance(ids, list) and all(isinstance(i, int) for i in ids)):
-            raise Refusal(
+            raise UserError(
                 f"the tokenizer returned {type(ids).__name__} instead of a flat list of ids"
             )
         bos = self.tokenizer.bos_token_id
         if len(ids) > 1 and ids[0] == ids[1] == bos:
-            raise Refusal(
+            raise UserError(
                 f"the chat template writes the token {self.tokenizer.bos_token} twice at the start"
             )
         return ids
@@ -116,7 +116,7 @@ def with_date(template: Any, day: date) -> Any:
     as a text.
 
     transformers offers the function to templates as a global that no argument overrides. Raises
-    Refusal where the format is not a plain text, since the date would then be today's."""
+    UserError where the format is not a plain text, since the date would then be today's."""
     if isinstance(template, dict):
         return {name: with_date(text, day) for name, text in template.items()}
     fixed = re.sub(
@@ -125,7 +125,7 @@ def with_date(template: Any, day: date) -> Any:
         template,
     )
     if re.search(r"strftime_now\s*\(", fixed):
-        raise Refusal(
+        raise UserError(
             "the chat template prints today's date in a form that cannot be fixed to "
             "target.template_date; put "
             "the date into chat_template.jinja by hand"

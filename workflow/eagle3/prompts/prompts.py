@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import xxhash
 
-from eagle3.core.errors import Refusal, Reject
+from eagle3.core.errors import Reject, UserError
 from eagle3.core.files import canonical_json, replacing, write_json, write_jsonl
 from eagle3.prompts import rows as conversations
 from eagle3.prompts.chat_template import Renderer
@@ -136,18 +136,18 @@ def _prompt(number: int, row, dataset, limits, renderer: Renderer) -> Prompt:
     return Prompt(identity, messages, conversation.tools, ids, number)
 
 
-def refuse_if_too_many_rejected(name: str, stats: dict, rejects: list[dict], limit: float) -> None:
-    """Raises Refusal with the reasons and an example when the share of rejected rows passes
+def check_rejects(name: str, stats: dict, rejects: list[dict], limit: float) -> None:
+    """Raises UserError with the reasons and an example when the share of rejected rows passes
     `limit`, or no prompt is left."""
     reasons = ", ".join(f"{reason} {count}" for reason, count in stats["reasons"].items()) or "none"
     if not stats["rows"]:
-        raise Refusal(
+        raise UserError(
             f"data set {name} is empty: its source has no rows; look at datasets.{name}.source "
             "in params.yaml"
         )
     if not stats["kept"] or stats["rejected"] / stats["rows"] > limit:
         first = rejects[0]
-        raise Refusal(
+        raise UserError(
             f"data set {name}: {stats['rejected']} of {stats['rows']} rows rejected, more than "
             "prompts.max_reject_rate "
             f"{limit} allows ({reasons}; the first is row {first['row']}: {first['reason']} "

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.core.files import replacing
 
 
@@ -31,15 +31,15 @@ def required_ids(tokenizer, stop_ids: Iterable[int], vocab_size: int) -> list[in
 
 def choose(counts: Counter, required: list[int], size: int, vocab_size: int) -> list[int]:
     """Target ids of the draft vocabulary, rising. Most frequent first, ties by id, topped up with
-    the lowest unused ids where fewer than `size` tokens occur. Raises Refusal if `size` is
+    the lowest unused ids where fewer than `size` tokens occur. Raises UserError if `size` is
     impossible."""
     if size > vocab_size:
-        raise Refusal(
+        raise UserError(
             f"vocab.size is {size}, more than the target's vocabulary of {vocab_size}; lower "
             "vocab.size"
         )
     if len(required) > size:
-        raise Refusal(
+        raise UserError(
             f"vocab.size is {size}, but {len(required)} special, stop and byte tokens must be in "
             "it; raise it"
         )
@@ -61,27 +61,27 @@ def tensors(ids: list[int], vocab_size: int) -> dict[str, torch.Tensor]:
     return {"d2t": ids_tensor - torch.arange(len(ids)), "t2d": t2d}
 
 
-def refuse_unless_consistent(d2t: torch.Tensor, t2d: torch.Tensor) -> torch.Tensor:
-    """The target ids [D] that both tensors name. Raises Refusal if they disagree or are out of
+def check_consistent(d2t: torch.Tensor, t2d: torch.Tensor) -> torch.Tensor:
+    """The target ids [D] that both tensors name. Raises UserError if they disagree or are out of
     range.
 
     A map that holds absolute ids instead of offsets, or repeats ids, serves without any error and
     drafts nonsense."""
     ids = d2t + torch.arange(len(d2t))
     if d2t.dtype != torch.int64 or t2d.dtype != torch.bool:
-        raise Refusal(f"d2t is {d2t.dtype} and t2d {t2d.dtype}, not int64 and bool")
+        raise UserError(f"d2t is {d2t.dtype} and t2d {t2d.dtype}, not int64 and bool")
     if (
         len(ids) == 0
         or ids.min() < 0
         or ids.max() >= len(t2d)
         or not bool((ids[1:] > ids[:-1]).all())
     ):
-        raise Refusal(
+        raise UserError(
             "d2t plus draft id does not rise within the target's vocabulary; d2t holds offsets, "
             "not ids"
         )
     if not torch.equal(ids, t2d.nonzero().flatten()):
-        raise Refusal(
+        raise UserError(
             f"d2t names {len(ids)} target ids, t2d marks {int(t2d.sum())} others; both must come "
             "from one build"
         )
@@ -96,5 +96,5 @@ def write(path: str | Path, ids: list[int], vocab_size: int) -> None:
 def read(path: str | Path) -> tuple[torch.Tensor, torch.Tensor]:
     """(`d2t`, `t2d`), checked."""
     found = load_file(path)
-    refuse_unless_consistent(found["d2t"], found["t2d"])
+    check_consistent(found["d2t"], found["t2d"])
     return found["d2t"], found["t2d"]

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import xxhash
 
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.core.files import canonical_json, replacing
 
 SCHEMA = pa.schema(
@@ -48,7 +48,7 @@ def split_of(identifier: str, validation_share: float) -> str:
 
 def sequences(turns: list[dict]) -> list[tuple[list[int], list[bool]]]:
     """(ids, mask) of a conversation. Turns whose prompt extends what came before share a sequence;
-    a template that rewrites history (drops earlier reasoning, say) starts a new one, as the server
+    a template that rewrites history (drops earlier reasoning, log) starts a new one, as the server
     saw it.
 
     prompts [1 2], [1 2 7 3], answers [7], [8] -> one sequence [1 2 7 3 8] with mask [0 0 1 0 1].
@@ -94,7 +94,7 @@ def write(
 ) -> None:
     """Writes the file, with `stats` and whether the answers are greedy in its metadata.
 
-    Raises Refusal if the supervised share is outside its bounds.
+    Raises UserError if the supervised share is outside its bounds.
     """
     with replacing(path) as temporary:
         with parquet.ParquetWriter(temporary, SCHEMA) as writer:
@@ -109,7 +109,7 @@ def write(
             writer.add_key_value_metadata(
                 {"eaglemake": canonical_json({**stats, "greedy": greedy})}
             )
-        _refuse_unless_sane(path, stats, params)
+        _check_sane(path, stats, params)
 
 
 def _table(batch: list[Record]) -> pa.Table:
@@ -117,11 +117,11 @@ def _table(batch: list[Record]) -> pa.Table:
     return pa.table(columns, schema=SCHEMA)
 
 
-def _refuse_unless_sane(path, stats: Counter, params) -> None:
+def _check_sane(path, stats: Counter, params) -> None:
     share = stats["supervised"] / max(stats["tokens"], 1)
     low, high = params.min_supervised_share, params.max_supervised_share
     if not low <= share <= high:
-        raise Refusal(
+        raise UserError(
             f"{path}: {share:.1%} of {stats['tokens']} tokens are supervised, outside "
             "records.min_supervised_share "
             f"{low:.1%} to max_supervised_share {high:.1%}; look at the answers, or widen the "

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from eagle3.core.errors import Refusal, Reject
+from eagle3.core.errors import Reject, UserError
 from eagle3.prompts import prompts as prompt_files
 from eagle3.prompts.chat_template import Renderer
 from eagle3.prompts.prompts import Prompt
@@ -185,7 +185,7 @@ class Answering:
             self.status.failed(reason)
 
     def publish(self, folder: str | Path, fingerprint: dict[str, Any]) -> responses.Writer:
-        """Writes the artifact. Raises Refusal if a prompt has neither an answer nor an error."""
+        """Writes the artifact. Raises UserError if a prompt has neither an answer nor an error."""
         tokens = 0
         with responses.writing(folder, fingerprint) as writer:
             for prompt in prompt_files.read(self.path):
@@ -196,7 +196,7 @@ class Answering:
                     continue
                 turns, missing = self.progress_of(prompt)
                 if missing:
-                    raise Refusal(
+                    raise UserError(
                         f"prompt {prompt.id} has neither an answer nor an error; run the same "
                         "command again"
                     )
@@ -264,11 +264,11 @@ def publish_given(
     return writer
 
 
-def refuse_if_too_many_errors(name: str, writer: responses.Writer, limit: float) -> None:
-    """Raises Refusal when the share of failed rows passes `limit` or nothing was answered."""
+def check_errors(name: str, writer: responses.Writer, limit: float) -> None:
+    """Raises UserError when the share of failed rows passes `limit` or nothing was answered."""
     total = writer.answered + writer.failed
     if not writer.answered or writer.failed / total > limit:
-        raise Refusal(
+        raise UserError(
             f"data set {name}: {writer.failed} of {total} prompts have no answer, more than "
             "generate.max_error_rate "
             f"{limit} allows; reasons: {writer.reasons()}"

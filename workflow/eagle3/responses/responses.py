@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.core.files import read_json, read_jsonl, replacing, write_json
 
 ROWS, ERRORS, FINGERPRINT = "raw_responses.jsonl", "errors.jsonl", "fingerprint.json"
@@ -71,10 +71,10 @@ def writing(folder: str | Path, fingerprint: dict) -> Iterator[Writer]:
 
 
 def read(folder: str | Path) -> Iterator[dict]:
-    """Rows in prompt order. Raises Refusal for a row without turns."""
+    """Rows in prompt order. Raises UserError for a row without turns."""
     for row in read_jsonl(Path(folder) / ROWS):
         if not row.get("turns"):
-            raise Refusal(
+            raise UserError(
                 f"{folder}/{ROWS}: row {row.get('id')} has no turns; run `dvc repro -f` for its "
                 "stage"
             )

@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.responses.engines import Request, Result
 from eagle3.responses.slots import Slots
 from eagle3.serving.server import FOLDER, SERVERS, Lease, lease
@@ -75,24 +75,24 @@ class SGLangEngine:
     """
 
     def __init__(
-        self, target: Target, sampling, settings, runtime, say: Callable[[str], None] = print
+        self, target: Target, sampling, settings, runtime, log: Callable[[str], None] = print
     ):
-        self.target, self.sampling, self.settings, self.runtime, self.say = (
+        self.target, self.sampling, self.settings, self.runtime, self.log = (
             target,
             sampling,
             settings,
             runtime,
-            say,
+            log,
         )
         self.counts: Counter = Counter()  # failures that were tried again, by reason
         self.stack = contextlib.ExitStack()
 
     def __enter__(self) -> dict[str, Any]:
         self.server: Lease = self.stack.enter_context(
-            lease(self.settings, self.target, say=self.say)
+            lease(self.settings, self.target, log=self.log)
         )
         found = self.server.fingerprint
-        self.say(
+        self.log(
             f"server ready: SGLang {found['version']}, dtype {found['dtype']}, KV cache "
             f"{found['kv_cache_dtype']}, "
             f"quantisation {found['quantization']}, context {found['context_length']}"
@@ -108,12 +108,12 @@ class SGLangEngine:
     def __exit__(self, *_) -> None:
         self.stack.close()
         if self.counts:
-            self.say(
+            self.log(
                 "tried again: "
                 + ", ".join(f"{reason} {count}" for reason, count in self.counts.most_common())
             )
         if self.counts["busy"] > 100:
-            self.say("the server often had no room; a smaller runtime.concurrency wastes less")
+            self.log("the server often had no room; a smaller runtime.concurrency wastes less")
 
     def run(
         self, requests: Iterator[Request], on_result: Callable[[Result], Request | None]
@@ -312,7 +312,7 @@ class SGLangEngine:
                 elif not endpoint.deadlines and not endpoint.failures:
                     endpoint.token_at = now
                 elif now - endpoint.token_at > patience:
-                    self.say(
+                    self.log(
                         f"{endpoint.url}: {len(endpoint.deadlines)} requests and no token for "
                         f"{patience:.0f} s"
                     )
@@ -323,7 +323,7 @@ class SGLangEngine:
             if self.server.folder is None and all(
                 e.down_since is not None and now - e.down_since > patience for e in self.endpoints
             ):
-                raise Refusal(
+                raise UserError(
                     f"no token from {', '.join(self.server.urls)} for {patience:.0f} s; finished "
                     "rows are kept: "
                     "start a server and run the same command again"
@@ -334,7 +334,7 @@ class SGLangEngine:
         endpoint.down_since = None
         if away > 1:  # a moment's absence proves nothing, and must not set the watch back
             endpoint.alive()
-            self.say(f"{endpoint.url} is back after {away:.0f} s")
+            self.log(f"{endpoint.url} is back after {away:.0f} s")
 
 
 def checked(

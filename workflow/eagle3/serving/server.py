@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.core.files import digest_of, read_json, write_json
 from eagle3.core.process import driving_ancestors, start_time
 from eagle3.serving import supervisor
@@ -45,11 +45,11 @@ def flags_for(settings, target: Target, more: dict[str, Any] | None = None) -> d
     """Flags of launch_server: those that follow from the target, then `server.flags`, then a
     stage's own (`more`).
 
-    Raises Refusal if `server.flags` sets what decides the answers: it would change them and make
+    Raises UserError if `server.flags` sets what decides the answers: it would change them and make
     nothing stale."""
     for name in settings.flags:
         if owner := NUMERICS.get(name.replace("_", "-")) or OURS.get(name.replace("_", "-")):
-            raise Refusal(
+            raise UserError(
                 f"server.flags.{name} is {settings.flags[name]!r}, but that flag is set by "
                 f"{owner}; "
                 "remove it from server.flags"
@@ -109,8 +109,8 @@ def specification(
     }
 
 
-def refuse_if_other(found: dict[str, Any], target: Target, url: str) -> None:
-    """Compares what a server reports with what was asked for. Raises Refusal naming the field and
+def check_same(found: dict[str, Any], target: Target, url: str) -> None:
+    """Compares what a server reports with what was asked for. Raises UserError naming the field and
     both values."""
     info = target.info
     if found["weight_version"] != target.digest:
@@ -120,7 +120,7 @@ def refuse_if_other(found: dict[str, Any], target: Target, url: str) -> None:
             and (os.path.realpath(found["model_path"]) == os.path.realpath(target.path))
         )
         if not same:
-            raise Refusal(
+            raise UserError(
                 f"the server at {url} runs {found['model_path']} (weight version "
                 f"{found['weight_version']}), not "
                 f"{target.path} (digest {target.digest}); start it with `--weight-version "
@@ -129,7 +129,7 @@ def refuse_if_other(found: dict[str, Any], target: Target, url: str) -> None:
     for field in ("kv_cache_dtype", "quantization", "dtype", "context_length"):
         asked, reported = info[field], found.get(field)
         if (asked or "auto") != (reported or "auto"):
-            raise Refusal(
+            raise UserError(
                 f"the server at {url} reports {field} {reported!r}, but target.{field} is "
                 f"{asked!r}; restart "
                 f"the server, or set target.{field} to what it reports"
@@ -148,7 +148,7 @@ class Lease:
         )
 
     def state(self, url: str, patience: float = 60) -> str:
-        """ "ready", or "down" while it may come back. Raises Refusal if it will not, or is not what
+        """ "ready", or "down" while it may come back. Raises UserError if it will not, or is not what
         was asked for.
 
         For a server that a supervisor owns its word counts; another one must generate a token
@@ -157,22 +157,22 @@ class Lease:
             if not supervisor.generates(url, patience):
                 return "down"
             try:
-                refuse_if_other(supervisor.fingerprint(url), self.target, url)
+                check_same(supervisor.fingerprint(url), self.target, url)
             except (OSError, ValueError):
                 return "down"
             return "ready"
         state = read_state(self.folder)
         if not alive(state):
-            raise Refusal(
+            raise UserError(
                 f"the supervisor of the server ended; see {self.folder / 'supervisor.log'}, then "
                 "run the same "
                 "command again: finished rows are kept"
             )
         if state["phase"] == "failed":
-            raise Refusal(state["reason"])
+            raise UserError(state["reason"])
         if state["phase"] != "ready" or state["server"] == self.stuck:
             return "down"
-        refuse_if_other(state["fingerprint"], self.target, url)
+        check_same(state["fingerprint"], self.target, url)
         return "ready" if start_time(state["server"]) else "down"
 
     def report_stuck(self) -> None:
@@ -183,7 +183,7 @@ class Lease:
             os.kill(state["supervisor"][0], signal.SIGUSR1)
 
     def wait(self, patience: float) -> None:
-        """Returns when one server is ready. Raises Refusal when all stay away for `patience`
+        """Returns when one server is ready. Raises UserError when all stay away for `patience`
         seconds, or fail."""
         end = time.monotonic() + patience
         while True:
@@ -196,7 +196,7 @@ class Lease:
                     )
                     return
             if time.monotonic() > end:
-                raise Refusal(
+                raise UserError(
                     f"no token from {', '.join(self.urls)} within {patience:.0f} s; are the "
                     "servers running?"
                 )
@@ -219,10 +219,10 @@ def lease(
     target: Target,
     more: dict[str, Any] | None = None,
     environment: dict[str, str] | None = None,
-    say: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
 ) -> Iterator[Lease]:
     """A server in this configuration, ready, for as long as the block lasts. `more`, `environment`:
-    a stage's own flags and variables. Raises Refusal if it cannot be had: the log's tail, a port
+    a stage's own flags and variables. Raises UserError if it cannot be had: the log's tail, a port
     that is taken, another model."""
     if settings.endpoints:
         given = Lease([url.rstrip("/") for url in settings.endpoints], target, None)
@@ -233,13 +233,13 @@ def lease(
     folder = FOLDER.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "leases", "a") as holders:  # closing frees the lock, and so does death
-        _attach(folder, spec, holders, say)
+        _attach(folder, spec, holders, log)
         own = Lease([spec["url"]], target, folder)
         own.wait(settings.start_timeout * (settings.max_restarts + 1))
         yield own
 
 
-def warm(settings, target: Target, say: Callable[[str], None] = print) -> None:
+def warm(settings, target: Target, log: Callable[[str], None] = print) -> None:
     """Starts the server without waiting for it, for the build that drives this process; nothing if
     one is there."""
     driver = driving_ancestors()[-1:]
@@ -248,18 +248,18 @@ def warm(settings, target: Target, say: Callable[[str], None] = print) -> None:
     folder = FOLDER.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "leases", "a") as holders:
-        _attach(folder, specification(settings, target), holders, say)
+        _attach(folder, specification(settings, target), holders, log)
 
 
-def stop(say: Callable[[str], None] = print) -> None:
+def stop(log: Callable[[str], None] = print) -> None:
     """Stops this folder's server whoever uses it."""
     state = read_state()
     if alive(state):
-        say(f"stopping the server at {state['url']}")
+        log(f"stopping the server at {state['url']}")
         _end_supervisor(state)
 
 
-def _attach(folder: Path, spec: dict[str, Any], holders, say) -> None:
+def _attach(folder: Path, spec: dict[str, Any], holders, log) -> None:
     """Holds a shared lock on `holders` when a supervisor of this very configuration runs. One comer
     at a time."""
     told = ""
@@ -271,8 +271,8 @@ def _attach(folder: Path, spec: dict[str, Any], holders, say) -> None:
             )  # waits while a supervisor makes up its mind to stop
             state = read_state(folder)
             if not alive(state):
-                _clean_up(state, say)
-                _spawn(folder, spec, say)
+                _clean_up(state, log)
+                _spawn(folder, spec, log)
                 return
             if state["digest"] == spec["digest"] and state["phase"] in (
                 "starting",
@@ -290,11 +290,11 @@ def _attach(folder: Path, spec: dict[str, Any], holders, say) -> None:
                 wait = f"stopping the server at {state['url']}, which runs in another configuration"
                 fcntl.flock(holders, fcntl.LOCK_UN)
                 if state["phase"] in ("starting", "ready", "restarting"):
-                    say(wait)
+                    log(wait)
                 _end_supervisor(state)
                 continue
         if told != wait:
-            say(told := wait)
+            log(told := wait)
         time.sleep(0.5)
 
 
@@ -307,19 +307,19 @@ def _others(holders) -> bool:
     return False
 
 
-def _clean_up(state: dict[str, Any], say) -> None:
+def _clean_up(state: dict[str, Any], log) -> None:
     """Ends what is left of a server whose supervisor was killed."""
     group = state.get("server")
     left = [pid for pid in supervisor.members(group) if supervisor.belongs_to(pid)] if group else []
     if left:
-        say(f"ended process group {group}, the orphan of a killed run ({len(left)} processes)")
+        log(f"ended process group {group}, the orphan of a killed run ({len(left)} processes)")
         supervisor.kill_group(group)
 
 
-def _spawn(folder: Path, spec: dict[str, Any], say) -> None:
+def _spawn(folder: Path, spec: dict[str, Any], log) -> None:
     spec = {**spec, "driver": spec["driver"] or [(os.getpid(), start_time(os.getpid()))]}
     write_json(folder / "spec.json", spec)
-    say(f"starting a server: {' '.join(spec['command'])}  (log {folder / 'server.log'})")
+    log(f"starting a server: {' '.join(spec['command'])}  (log {folder / 'server.log'})")
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(
@@ -331,18 +331,20 @@ def _spawn(folder: Path, spec: dict[str, Any], say) -> None:
     }
     # The server itself gets this process's variables: its PYTHONPATH is not ours to set.
     environment["EAGLEMAKE_PYTHONPATH"] = os.environ.get("PYTHONPATH", "")
-    with open(folder / "supervisor.log", "ab") as log:
+    with open(folder / "supervisor.log", "ab") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "eagle3.serving.supervisor", str(folder)],
             stdin=subprocess.DEVNULL,
-            stdout=log,
+            stdout=output,
             stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,
         )
     while not ((state := read_state(folder)) and state["supervisor"][0] == process.pid):
         if process.poll() is not None:
-            raise Refusal(f"the server's supervisor ended at once; see {folder / 'supervisor.log'}")
+            raise UserError(
+                f"the server's supervisor ended at once; see {folder / 'supervisor.log'}"
+            )
         time.sleep(0.02)
 
 
@@ -352,7 +354,7 @@ def _end_supervisor(state: dict[str, Any], patience: float = 120) -> None:
     end = time.monotonic() + patience
     while alive(state):
         if time.monotonic() > end:
-            raise Refusal(
+            raise UserError(
                 f"the supervisor, process {state['supervisor'][0]}, does not end; kill it by hand"
             )
         time.sleep(0.05)

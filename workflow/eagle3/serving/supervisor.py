@@ -195,7 +195,7 @@ class Supervisor:
             "restarts": 0,
         }
 
-    def tell(self, phase: str, **more) -> None:
+    def publish(self, phase: str, **more) -> None:
         self.state.update(
             phase=phase, since=time.time(), server=self.server.pid if self.server else None, **more
         )
@@ -215,13 +215,13 @@ class Supervisor:
             self._serve()
         except Failed as failure:
             self._end()
-            self.tell("failed", reason=str(failure))
+            self.publish("failed", reason=str(failure))
             while self._wanted():  # the failure stays to be read until those who wait have gone
                 time.sleep(0.2)
         finally:
             self._end()
             if self.state.get("phase") != "failed":
-                self.tell("stopped")
+                self.publish("stopped")
 
     def _serve(self) -> None:
         while True:
@@ -235,7 +235,7 @@ class Supervisor:
             if self.restarts > self.spec["max_restarts"] or not self.state.get("fingerprint"):
                 raise Failed(cause)
             pause = min(60.0, self.spec["backoff"] * 2 ** min(self.restarts - 1, 5))
-            self.tell(
+            self.publish(
                 "restarting", reason=cause, last_crash=cause, restarts=self.crashes, pause=pause
             )
             end = time.monotonic() + pause
@@ -278,7 +278,7 @@ class Supervisor:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        self.tell("starting")
+        self.publish("starting")
 
     def _free_port(self) -> None:
         """Raises Failed if someone else's process has the port; what a killed run of ours left
@@ -344,7 +344,7 @@ class Supervisor:
         except (OSError, ValueError) as error:
             return f"the server does not say what it runs ({error})"
         self.ready = time.monotonic()
-        self.tell("ready", fingerprint=found, reason="", seconds=round(self.ready - begun, 1))
+        self.publish("ready", fingerprint=found, reason="", seconds=round(self.ready - begun, 1))
         return None
 
     def _watch(self) -> str | None:
@@ -389,7 +389,7 @@ class Supervisor:
                 ):
                     return True
             if phase != "failed":
-                self.tell("stopping")
+                self.publish("stopping")
             return False
 
     def _end(self) -> None:

@@ -4,7 +4,7 @@ captures the same.
 Captured numbers mean: the *input* of decoder layer i, residual added, 0-based; so i = 2 is what
 layer 1 hands on."""
 
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 
 PLUS_ONE, IF_FIRST_IS_ONE = "plus_one", "plus_one_if_first_is_one"
 # SGLang's model classes that add 1 to explicit ids only when the first of them is 1.
@@ -12,7 +12,7 @@ CONDITIONAL = ("DeepseekV2", "DeepseekV3", "KimiK2", "KimiK25", "Kimi_K2")
 
 
 def captured_layers(num_layers: int, wanted: list[int] | None = None) -> list[int]:
-    """The three captured layers: `wanted`, or SGLang's default 2, N//2, N-3. Raises Refusal if one
+    """The three captured layers: `wanted`, or SGLang's default 2, N//2, N-3. Raises UserError if one
     does not exist.
 
     >>> captured_layers(61)
@@ -25,7 +25,7 @@ def captured_layers(num_layers: int, wanted: list[int] | None = None) -> list[in
         or layers[0] < 0
         or layers[-1] >= num_layers
     ):
-        raise Refusal(
+        raise UserError(
             f"hidden_states.layers {layers} do not fit a target of {num_layers} layers: three "
             "rising numbers from 0 to "
             f"{num_layers - 1} are needed{'; set them in params.yaml' if wanted is None else ''}"
@@ -53,7 +53,7 @@ def config_ids(captured: list[int], convention: str) -> list[int]:
     else:
         ids = list(captured)
     if ids[0] < 0 or served_layers(ids, convention) != captured:
-        raise Refusal(
+        raise UserError(
             f"captured layers {captured} cannot be written in the convention {convention}; "
             "choose others"
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.core.files import digest_file, digest_of, read_json
 from eagle3.core.progress import Progress
 
@@ -35,7 +35,7 @@ class Target:
         self.info = read_json(self.folder / "target.json")
         self.path = Path(self.info["path"]) if self.info.get("path") else self.folder / "model"
         if not (self.path / "config.json").exists():
-            raise Refusal(
+            raise UserError(
                 f"the target's files are not at {self.path}; set target.source in params.yaml"
             )
 
@@ -124,12 +124,12 @@ class Target:
 
         file = self.path / "model.safetensors"
         if not file.exists():
-            raise Refusal(f"{self.path} has neither model.safetensors nor an index of it")
+            raise UserError(f"{self.path} has neither model.safetensors nor an index of it")
         with safe_open(file, "pt") as tensors:
             return {name: file for name in tensors.keys()}
 
     def tensor(self, *endings: str):
-        """The one tensor whose name ends so, read alone (never the whole target). Raises Refusal
+        """The one tensor whose name ends so, read alone (never the whole target). Raises UserError
         listing the endings."""
         from safetensors import safe_open
 
@@ -143,7 +143,7 @@ class Target:
                 name = min(names, key=len)
                 with safe_open(self._tensor_files[name], "pt") as tensors:
                     return tensors.get_tensor(name)
-        raise Refusal(f"the target at {self.path} has no tensor named {' or '.join(endings)}")
+        raise UserError(f"the target at {self.path} has no tensor named {' or '.join(endings)}")
 
     def embedding(self):
         """Token embedding [V, H]."""
@@ -206,14 +206,14 @@ def describe(path: Path, params, outside: bool) -> dict[str, Any]:
     text = config.get("text_config", config)
     for key in ("hidden_size", "vocab_size", "num_hidden_layers"):
         if key not in text:
-            raise Refusal(
+            raise UserError(
                 f"{path / 'config.json'} has no {key}; it is not a language model that can be "
                 "drafted for"
             )
     weights = {}
     files = sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".bin"))
     if not files:
-        raise Refusal(f"{path} has no weights (*.safetensors)")
+        raise UserError(f"{path} has no weights (*.safetensors)")
     with Progress("target: digest of the weights", len(files), "files") as bar:
         for file in files:
             weights[file.name] = digest_file(file)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.core.files import digest_of, read_json, replacing, write_json
 
 
@@ -54,7 +54,7 @@ class Checkpoints:
             except Exception:  # torch raises whatever its unpickler meets
                 continue
             if state["key"] != self.key:
-                raise Refusal(
+                raise UserError(
                     f"{path} belongs to another run ({state['key'][:12]}, not {self.key[:12]}); "
                     "delete it"
                 )

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 
 
 class Processes:
@@ -22,7 +22,7 @@ class Processes:
         gpus = torch.cuda.device_count()
         local = int(os.environ.get("LOCAL_RANK", 0))
         if gpus and local >= gpus:
-            raise Refusal(
+            raise UserError(
                 f"runtime.processes asks for GPU {local}, but there are {gpus}; set "
                 f"runtime.processes: {gpus}"
             )
@@ -119,7 +119,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
 
 
 def launch(script: str, arguments: list[str], processes: int) -> None:
-    """Runs a script in several processes of this machine. Raises Refusal if one of them fails."""
+    """Runs a script in several processes of this machine. Raises UserError if one of them fails."""
     group = subprocess.Popen(
         [
             sys.executable,
@@ -138,7 +138,7 @@ def launch(script: str, arguments: list[str], processes: int) -> None:
         group.wait()
         raise
     if code:
-        raise Refusal(
+        raise UserError(
             f"one of {processes} training processes ended with an error (see above); exit code "
             f"{code}"
         )

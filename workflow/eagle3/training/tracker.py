@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 
 FOLDER = Path("logs/trackers")  # no stage's output: what it holds depends on the clock
 
@@ -29,7 +29,7 @@ class Trackers:
                 self.run = wandb.init(project="eaglemake", config=settings, dir=str(folder))
         except ImportError as error:
             package = "wandb" if "wandb" in str(error) else "tensorboard"
-            raise Refusal(
+            raise UserError(
                 f"runtime.trackers names {package}, which is not installed; `pip install "
                 f"{package}` or take it "
                 "out"

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.core.progress import Progress
 from eagle3.drafter import acceptance as metrics
 from eagle3.drafter.model import Drafter
@@ -68,20 +68,20 @@ class Trainer:
         params,
         runtime,
         checkpoints: Checkpoints,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         start: dict[str, torch.Tensor] | None = None,
     ):
-        self.params, self.runtime, self.checkpoints, self.say = params, runtime, checkpoints, say
+        self.params, self.runtime, self.checkpoints, self.log = params, runtime, checkpoints, log
         self.start = start
         self.processes = parallel.Processes()
         self.device = self.processes.device
         self.train_set, self.validation = train, validation
         if not len(train):
-            raise Refusal(
+            raise UserError(
                 "no training sequences; lower records.validation_share or raise max_samples"
             )
         if params.micro_batches % self.processes.world:
-            raise Refusal(
+            raise UserError(
                 f"train.micro_batches is {params.micro_batches}, but {self.processes.world} "
                 "processes share them "
                 f"out; make it a multiple, or set runtime.processes: 1"
@@ -117,7 +117,7 @@ class Trainer:
         return [packed[i : i + size] for i in range(0, len(packed), size)]
 
     def run(self) -> Progressed:
-        """Trains to the end from wherever the last checkpoint stands. Raises Refusal at a loss that
+        """Trains to the end from wherever the last checkpoint stands. Raises UserError at a loss that
         is not finite, naming the records, before anything of it is saved, and Stop after a signal,
         with everything saved."""
         done = self._resume()
@@ -245,20 +245,20 @@ class Trainer:
         bar: Progress,
         trackers: Trackers,
     ) -> None:
-        """Reads the figures of an update. Raises Refusal if they say that training cannot go on."""
+        """Reads the figures of an update. Raises UserError if they say that training cannot go on."""
         update, shares, accuracy, rate = waiting
         if done.update > update.number:
             return
         loss, first = shares.sum().item(), update.counts[0].item()
         records = f"records in the batch: {', '.join(update.names[:8])}"
         if not first:
-            raise Refusal(
+            raise UserError(
                 f"update {update.number} has no supervised token; {records}. Look at their loss "
                 "masks, or raise "
                 "train.batch_tokens"
             )
         if not math.isfinite(loss):
-            raise Refusal(
+            raise UserError(
                 f"the loss of update {update.number} is {loss}; {records}. Lower train.lr, or "
                 "look for broken "
                 "states"
@@ -343,7 +343,7 @@ class Trainer:
         if state is None:
             if other := self.checkpoints.other:
                 more = f" and {len(other) - 4} more" if len(other) > 4 else ""
-                self.say(
+                self.log(
                     f"starts anew: {'; '.join(other[:4])}{more}. Put back, the earlier run goes "
                     "on where it was"
                 )
@@ -353,7 +353,7 @@ class Trainer:
         for mine, saved in zip(self.average, state["average"]):
             mine.copy_(parallel.share_of(saved, mine))
         self.losses = state["losses"]
-        self.say(f"continues at update {state['update']} of {self.total}")
+        self.log(f"continues at update {state['update']} of {self.total}")
         return Progressed(
             state["update"],
             state["history"],

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.core.files import digest_file
 from eagle3.drafter.model import Drafter
 
@@ -26,7 +26,7 @@ def digest(folder: str | None) -> dict[str, str] | None:
     return {path.name: digest_file(path) for path in sorted(Path(folder).glob("*.safetensors"))}
 
 
-def weights(drafter: Drafter, params, data, say) -> dict[str, Tensor] | None:
+def weights(drafter: Drafter, params, data, log) -> dict[str, Tensor] | None:
     """The weights that train.init and train.warm_start ask for, None for those that the drafter
     has."""
     if params.init == "random" and not params.warm_start:
@@ -34,7 +34,7 @@ def weights(drafter: Drafter, params, data, say) -> dict[str, Tensor] | None:
     start = copy.deepcopy(drafter)
     if params.warm_start:
         known = from_drafter(start, params.warm_start)
-        say(
+        log(
             f"starts from {params.warm_start}; {known} of {len(drafter.draft_ids)} rows of the "
             "head are its"
         )
@@ -49,12 +49,12 @@ def from_drafter(drafter: Drafter, folder: str | Path) -> int:
     of use.
 
     Row i of a head belongs to target id i + d2t[i]; rows go to the draft id that has the same
-    target id here. Ids that it does not draft keep the rows they have. Raises Refusal naming
+    target id here. Ids that it does not draft keep the rows they have. Raises UserError naming
     tensors that are missing or of another shape."""
     folder = Path(folder)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise Refusal(f"train.warm_start names {folder}, which has no *.safetensors")
+        raise UserError(f"train.warm_start names {folder}, which has no *.safetensors")
     found = {
         name.removeprefix("model.").replace("layers.0.", "midlayer.", 1): t
         for file in files
@@ -74,10 +74,10 @@ def from_drafter(drafter: Drafter, folder: str | Path) -> int:
             "the target"
         )
     if wrong:
-        raise Refusal(
+        raise UserError(
             f"train.warm_start: {folder} does not fit this drafter: {'; '.join(sorted(wrong))}"
         )
-    _refuse_other_rope(drafter, folder)
+    _check_rope(drafter, folder)
     for name, parameter in weights.items():
         if name != "lm_head.weight":
             parameter.copy_(found[name])
@@ -92,13 +92,13 @@ def from_drafter(drafter: Drafter, folder: str | Path) -> int:
     return int(known.sum())
 
 
-def _refuse_other_rope(drafter: Drafter, folder: Path) -> None:
+def _check_rope(drafter: Drafter, folder: Path) -> None:
     path = folder / "config.json"
     config = json.loads(path.read_text()) if path.exists() else {}
     theta = config.get("rope_theta") or (config.get("rope_parameters") or {}).get("rope_theta")
     ours = drafter.config["rope_theta"]
     if theta is not None and float(theta) != float(ours):
-        raise Refusal(
+        raise UserError(
             f"train.warm_start: {folder} was trained with rope_theta {theta}, the target has {ours}"
         )
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from eagle3.core.errors import Refusal
+from eagle3.core.errors import UserError
 from eagle3.drafter.model import Drafter
 from eagle3.training.fused import elementwise as ew
 from eagle3.training.fused.attention import CausalAttention
@@ -75,7 +75,7 @@ def loss(
     position of each step, decay**k / supervised positions. Sums, not means, so that parts of a
     batch add up."""
     if drafter.config["hidden_act"] != "silu":
-        raise Refusal(
+        raise UserError(
             f"the fast path has silu only, the drafter has {drafter.config['hidden_act']}; set "
             "train.path: plain"
         )
