@@ -245,9 +245,9 @@ def main() -> None:
     ]
     other_variants = [variant(name, shapes[0]) for name in others]
     plan = sglang_bench.Plan(
-        main_variants, arguments.batch_sizes, arguments.max_new_tokens, arguments.repeats
+        main_variants, arguments.concurrency, arguments.max_new_tokens, arguments.repeats
     )
-    middle = arguments.batch_sizes[len(arguments.batch_sizes) // 2]
+    middle = arguments.concurrency[len(arguments.concurrency) // 2]
     curve = sglang_bench.Plan(other_variants, [middle], arguments.max_new_tokens, repeats=1)
     environment = (
         {"PYTHONPATH": arguments.python_path, "HF_HUB_OFFLINE": "1"}
@@ -255,7 +255,7 @@ def main() -> None:
         else {}
     )
     environment |= arguments.environment
-    most = max(arguments.batch_sizes)
+    most = max(arguments.concurrency)
     common = {
         **COMMON,
         "model-path": str(arguments.target),

@@ -126,8 +126,8 @@ class Study:
                 "engine": "sglang",
                 "sampling": {"max_new_tokens": options.max_new_tokens, "temperature": 0},
             },
-            "on_policy": {},
-            "records": {"max_tokens": 1024, "validation_share": options.held_out},
+            "given": {},
+            "records": {"max_tokens": 1024, "validation_fraction": options.held_out},
             "vocab": {"size": options.vocab},
             "hidden_states": {"dtype": options.dtype if options.dtype == "float32" else "bfloat16"},
             "train": {

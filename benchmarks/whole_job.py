@@ -44,7 +44,7 @@ def params(options: argparse.Namespace) -> dict:
         one |= {"source": with_file(one["source"], options.data), "max_samples": options.questions}
     content["generate"] |= {"engine": "sglang"}
     content["generate"]["sampling"]["max_new_tokens"] = options.max_new_tokens
-    content["records"] |= {"max_tokens": 1024, "validation_share": options.held_out}
+    content["records"] |= {"max_tokens": 1024, "validation_fraction": options.held_out}
     content["vocab"]["size"] = options.vocab
     content["hidden_states"] = {
         "engine": "sglang",
@@ -63,7 +63,7 @@ def params(options: argparse.Namespace) -> dict:
     }
     content["bench"] |= {
         "engine": options.bench_engine,
-        "batch_sizes": options.batch_sizes,
+        "concurrency": options.concurrency,
         "repeats": 2,
         "max_prompts": options.held_out_prompts,
         "max_new_tokens": options.bench_tokens,

@@ -55,7 +55,7 @@ def main(folder: Path) -> None:
         requests = answering.requests()
         if first := next(requests, None):
             runtime = schema.Runtime(
-                concurrency=settings["concurrency"], max_tries=50, stall_timeout=30
+                concurrency=settings["concurrency"], max_attempts=50, stall_timeout=30
             )
             engine = SGLangEngine(
                 target, SAMPLING, schema.Server(**settings["server"]), runtime, log=print

@@ -72,7 +72,7 @@ def make(folder: Path, model: Path, count: int = 20) -> Path:
     describe_target(folder / "data/target", model)
     (folder / "data/records").mkdir()
     make_records(folder / "data/records/one.parquet", count)
-    content = tiny.params(model, {"one": (Path("none"), "on_policy")})
+    content = tiny.params(model, {"one": (Path("none"), "given")})
     content["hidden_states"] = {"dtype": "bfloat16", "shard_bytes": 65536}
     tiny.write_params(folder, content)
     tiny.run(folder, "dvc", "init", "--no-scm", "-q")

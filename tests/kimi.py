@@ -569,7 +569,7 @@ def tiny_recipe(model: Path, files: dict[str, Path], rows: int) -> dict:
         "engine": "transformers",
         "sampling": {**recipe["generate"]["sampling"], "max_new_tokens": 12},
     }
-    recipe["records"].update(max_tokens=900, validation_share=0.3)
+    recipe["records"].update(max_tokens=900, validation_fraction=0.3)
     recipe["vocab"] = {"size": 400, "min_coverage": 0.5}
     recipe["hidden_states"].update(engine="transformers", layers=[2, 4, 5], shard_bytes=65536)
     recipe["train"].update(

@@ -50,7 +50,7 @@ def test_every_data_set_goes_through_every_stage(project):
         engine = json.loads((project / f"data/responses/{name}/fingerprint.json").read_text())[
             "engine"
         ]
-        assert engine == ("given" if dataset["answers"] == "on_policy" else "transformers")
+        assert engine == ("given" if dataset["answers"] == "given" else "transformers")
 
 
 def test_all_answers_come_before_the_first_states(project):

@@ -231,7 +231,7 @@ def test_a_bench_on_a_server_that_speculates(project):
     command = [sglang_server.python(), "-m", "sglang.launch_server"]
     done = run_bench(
         project,
-        bench={"engine": "sglang", "batch_sizes": [1, 3], "repeats": 1, "max_difference": 0.02},
+        bench={"engine": "sglang", "concurrency": [1, 3], "repeats": 1, "max_difference": 0.02},
         server={
             "command": command,
             "port": serving.free_port(),

@@ -69,7 +69,7 @@ def test_every_data_set_states_its_licence(name):
 def test_the_kimi_recipe_is_the_reference_case():
     recipe = params.check(filled(RECIPES["kimi-k2.5"]))
     kinds = [dataset.answers for dataset in recipe.datasets.values()]
-    assert kinds.count("on_policy") == 2 and kinds.count("generate") == 8
+    assert kinds.count("given") == 2 and kinds.count("generate") == 8
     generated = [d for d in recipe.datasets.values() if d.answers == "generate"]
     assert (
         all(d.token_budget == 10_000_000 for d in generated)

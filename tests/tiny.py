@@ -100,7 +100,7 @@ def make_rows(path: Path, count: int, seed: int = 0, answered: bool = False) -> 
 
 def params(model: Path, sources: dict[str, tuple[Path, str]]) -> dict:
     """A params.yaml for a tiny target. `sources`: name -> (JSONL file, "generate" or
-    "on_policy")."""
+    "given")."""
     return {
         "target": {"source": {"path": str(model)}, "dtype": "float32", "context_length": 256},
         "prompts": {"max_prompt_tokens": 128},
@@ -112,8 +112,8 @@ def params(model: Path, sources: dict[str, tuple[Path, str]]) -> dict:
             "engine": "transformers",
             "sampling": {"max_new_tokens": 12, "temperature": 0},
         },
-        "on_policy": {"max_answer_tokens": 64},
-        "records": {"max_tokens": 128, "validation_share": 0.3},
+        "given": {"max_answer_tokens": 64},
+        "records": {"max_tokens": 128, "validation_fraction": 0.3},
         "vocab": {"size": 300},
         "hidden_states": {"dtype": "float32", "shard_bytes": 65536},
         "train": {"steps": 2, "epochs": 1, "batch_tokens": 256, "dtype": "float32", "lr": 1e-3},
@@ -132,12 +132,12 @@ def params(model: Path, sources: dict[str, tuple[Path, str]]) -> dict:
 def make_project(folder: Path, sources: dict[str, tuple[int, str]] | None = None) -> Path:
     """A copy of this project with a tiny target, under git and DVC; returns its folder.
 
-    `sources`: name -> (rows in its file, "generate" or "on_policy"); default two of one kind and
+    `sources`: name -> (rows in its file, "generate" or "given"); default two of one kind and
     one of the other."""
     sources = sources or {
         "one": (12, "generate"),
         "two": (12, "generate"),
-        "given": (8, "on_policy"),
+        "given": (8, "given"),
     }
     shutil.copytree(
         ROOT,
@@ -165,7 +165,7 @@ def make_project(folder: Path, sources: dict[str, tuple[int, str]] | None = None
     inputs = folder.parent / f"{folder.name}-inputs"
     model = make_model(inputs / "model")
     files = {
-        name: (make_rows(inputs / f"{name}.jsonl", rows, seed, kind == "on_policy"), kind)
+        name: (make_rows(inputs / f"{name}.jsonl", rows, seed, kind == "given"), kind)
         for seed, (name, (rows, kind)) in enumerate(sources.items())
     }
     write_params(folder, params(model, files))

@@ -153,7 +153,7 @@ def test_on_a_server_through_the_supervisor(folder):
     command = [sys.executable, str(tiny.ROOT / "tests/standin_sglang.py")]
     done = run(
         folder,
-        bench={"engine": "sglang", "batch_sizes": [1, 2], "max_new_tokens": 8},
+        bench={"engine": "sglang", "concurrency": [1, 2], "max_new_tokens": 8},
         server={"command": command, "port": 31871, "start_timeout": 240},
     )
     report = json.loads((folder / "data/bench/report.json").read_text())

@@ -24,7 +24,7 @@ def jobs(tmp_path_factory) -> dict[str, dict]:
     """Every job of `snakemake all` on a tiny project, by DVC's stage name: input, output, shell, as
     Snakemake has them."""
     folder = tiny.make_project(
-        tmp_path_factory.mktemp("parity") / "p", {"a.b": (3, "generate"), "c": (3, "on_policy")}
+        tmp_path_factory.mktemp("parity") / "p", {"a.b": (3, "generate"), "c": (3, "given")}
     )
     script = folder / "jobs.smk"
     script.write_text("""

@@ -64,5 +64,5 @@ def test_types_limits_and_defaults_are_in_words():
     }
     assert "| whole number | `7` | ≥ 1, ≤ 16 |" in rows["train.steps"]
     assert "| list of whole number | none | each ≥ 0 |" in rows["hidden_states.layers"]
-    assert "`generate`, `on_policy` | required" in rows["datasets.NAME.answers"]
+    assert "`generate`, `given` | required" in rows["datasets.NAME.answers"]
     assert "number | `0.8` | > 0, ≤ 1 |" in rows["train.decay"]

@@ -24,7 +24,7 @@ DEFINITIONS = {
 
 def content() -> dict:
     return tiny.params(
-        Path("/m"), {"one": (Path("/r.jsonl"), "generate"), "two": (Path("/s.jsonl"), "on_policy")}
+        Path("/m"), {"one": (Path("/r.jsonl"), "generate"), "two": (Path("/s.jsonl"), "given")}
     )
 
 
@@ -105,7 +105,7 @@ def test_slices_are_filled_in_per_data_set():
         "datasets.one",
         "generate",
     ]
-    assert parameters.stage_slices("prepare@two", DEFINITIONS, content())[-1] == "on_policy"
+    assert parameters.stage_slices("prepare@two", DEFINITIONS, content())[-1] == "given"
     with pytest.raises(UserError, match="dvc.yaml has no stage trian; it has train, prepare"):
         parameters.stage_slices("trian", DEFINITIONS, content())
 
@@ -117,7 +117,7 @@ def declared(*slices: str) -> parameters.Declared:
 def test_a_declared_parameter_is_read_as_it_is():
     assert declared("train").train.lr == 1e-3
     assert declared("datasets.one").datasets["one"].max_samples == 6
-    assert declared("datasets").datasets["two"].answers == "on_policy"
+    assert declared("datasets").datasets["two"].answers == "given"
     assert declared("train.lr").train.lr == 1e-3
 
 
@@ -224,3 +224,16 @@ def test_the_projects_own_file_is_right():
         yaml.safe_load((ROOT / "params.yaml").read_text()).keys()
         <= parameters.Params.model_fields.keys()
     )
+
+
+@pytest.mark.parametrize("old, new", parameters.RENAMED.items())
+def test_an_old_key_is_refused_with_the_name_of_the_new_one(old, new):
+    wrong = content()
+    *sections, key = old.split(".")
+    inner = wrong
+    for section in sections:
+        inner = inner.setdefault(section, {})
+    inner[key] = 1
+    with pytest.raises(UserError) as error:
+        parameters.check(wrong)
+    assert f"params.yaml: {old} is now called {new}" in str(error.value)

@@ -134,7 +134,7 @@ def test_on_policy_needs_an_answer_at_the_end():
         (0, {"messages": [{"role": "user", "content": "q"}]}),
         (1, {"prompt": "q", "completion": "a"}),
     ]
-    kept, rejects, _ = select(rows, answers="on_policy")
+    kept, rejects, _ = select(rows, answers="given")
     assert [p.source_row for p in kept] == [1] and rejects[0]["reason"] == "no_answer"
     assert kept[0].messages[-1] == {"role": "assistant", "content": "a"}
 

@@ -13,7 +13,7 @@ def params(**more):
     return SimpleNamespace(
         **{
             "max_tokens": 100,
-            "validation_share": 0.2,
+            "validation_fraction": 0.2,
             "truncated_answers": "train",
             "min_supervised_share": 0.01,
             "max_supervised_share": 0.99,

@@ -47,7 +47,7 @@ def project(tmp_path):
     content = tiny.read_params(project)
     content["datasets"]["one"]["max_samples"] = ROWS
     content["generate"].update(engine="sglang", sampling={"max_new_tokens": 24, "temperature": 0})
-    content["runtime"].update(concurrency=4, max_tries=60)
+    content["runtime"].update(concurrency=4, max_attempts=60)
     tiny.write_params(project, content)
     script(project, "target", "--out", "data/target")
     script(

@@ -68,7 +68,7 @@ def test_a_server_that_refuses_cuts_and_lies_costs_no_row(target):
         "abort": 0.05,
     }
     with serving.started(target, **faults) as (url, _):
-        results, engine = run(target, [url], requests, max_tries=60)
+        results, engine = run(target, [url], requests, max_attempts=60)
     assert_all_right(requests, results)
     assert {"busy", "garbage", "wrong_ids", "wrong_row", "aborted"} <= set(engine.counts)
 
@@ -90,7 +90,7 @@ def test_a_row_that_the_server_turns_down_is_an_error_at_once(target):
 
 def test_tries_end_and_say_why(target):
     with serving.started(target, garbage=1) as (url, _):
-        results, _ = run(target, [url], serving.requests(3), max_tries=2)
+        results, _ = run(target, [url], serving.requests(3), max_attempts=2)
     assert [(r.error, r.tries) for r in results.values()] == [("garbage", 2)] * 3
 
 
@@ -106,7 +106,7 @@ def test_a_request_has_a_deadline_of_its_own(target):
         assert not engine.counts
     with serving.started(target, hang=1) as (url, _):
         begun = time.monotonic()
-        results, _ = run(target, [url], serving.requests(2), request_timeout=0.5, max_tries=2)
+        results, _ = run(target, [url], serving.requests(2), request_timeout=0.5, max_attempts=2)
     assert {r.error for r in results.values()} == {"timeout"} and time.monotonic() - begun < 10
 
 

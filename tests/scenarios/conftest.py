@@ -119,7 +119,7 @@ def template(tmp_path_factory) -> Path:
     """Built through Snakemake, committed in git. The other tests have copies."""
     folder = tiny.make_project(
         tmp_path_factory.mktemp("template") / "project",
-        {"one": (12, "generate"), "given": (8, "on_policy")},
+        {"one": (12, "generate"), "given": (8, "given")},
     )
     own_site_cache(folder)
     project = Project(folder)

@@ -98,7 +98,7 @@ def test_08_a_data_set_comes_and_goes(pair, tmp_path):
     def check(project, tool):
         before = (project / "params.yaml").read_text()
         project.edit_params(
-            datasets__more={"answers": "on_policy", "source": {"path": str(rows)}, "max_samples": 4}
+            datasets__more={"answers": "given", "source": {"path": str(rows)}, "max_samples": 4}
         )
         said = project.snakemake("-n", "bench")
         assert "datasets.more added (vocab)" in said and "prepare@more: never run" in said

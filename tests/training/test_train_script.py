@@ -72,7 +72,7 @@ def start(project) -> subprocess.Popen:
 def test_two_processes_leave_a_drafter_that_loads(project):
     settings(
         project,
-        {"processes": 2, "parallel": "fsdp"},
+        {"nproc_per_node": 2, "parallel": "fsdp"},
         micro_batches=2,
         init="least_squares",
         ema=0.5,

@@ -132,7 +132,7 @@ def test_the_best_validation_is_kept_not_the_last(data, in_tmp):
 
 def test_no_training_sequence_is_refused(in_tmp):
     data = training.write_shards(in_tmp / "set", training.many_rows(2))
-    with pytest.raises(UserError, match="validation_share"):
+    with pytest.raises(UserError, match="validation_fraction"):
         training.make_trainer(in_tmp / "run", data)
 
 

@@ -127,7 +127,7 @@ def serve(stage: Stage, target: Target, prompts: list[dict], variants: list[Vari
 
     plan = sglang_bench.Plan(
         variants,
-        list(params.batch_sizes),
+        list(params.concurrency),
         params.max_new_tokens,
         params.repeats,
         params.rounds,

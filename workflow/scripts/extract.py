@@ -95,7 +95,7 @@ def capturing(target: Target, captured: list[int], convention: str, stage: Stage
                 held.urls,
                 runtime.concurrency,
                 runtime.request_timeout,
-                runtime.max_tries,
+                runtime.max_attempts,
                 recover=lambda: held.wait(settings.start_timeout),
             )
     except UserError as error:

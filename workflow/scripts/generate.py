@@ -25,12 +25,12 @@ def build(arguments: argparse.Namespace) -> None:
         f"generate@{name}", arguments.params, [arguments.prompts, arguments.target]
     ) as stage:
         target = Target(arguments.target)
-        if stage.params.datasets[name].answers == "on_policy":
-            limit = stage.params.on_policy.max_answer_tokens
+        if stage.params.datasets[name].answers == "given":
+            limit = stage.params.given.max_answer_tokens
             writer = generation.publish_given(
                 arguments.prompts, arguments.out, Renderer(target), limit
             )
-            generation.check_errors(name, writer, stage.params.on_policy.max_error_rate)
+            generation.check_errors(name, writer, stage.params.given.max_error_rate)
         else:
             writer = _generate(stage, name, target, arguments)
             generation.check_errors(name, writer, stage.params.generate.max_error_rate)

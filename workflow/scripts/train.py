@@ -49,7 +49,7 @@ def build(arguments: argparse.Namespace) -> None:
     with running(
         "train", arguments.params, [arguments.target, arguments.vocab, arguments.hidden_states]
     ) as stage:
-        processes = stage.params.runtime.processes
+        processes = stage.params.runtime.nproc_per_node
         if processes > 1:
             parallel.launch(__file__, sys.argv[1:], processes)
         else:

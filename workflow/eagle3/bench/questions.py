@@ -44,7 +44,7 @@ def collect(
         left_out = sum(count["seen_in_training"] for count in counts.values())
         raise UserError(
             f"no held-out prompts ({left_out} left out because training has seen them); raise "
-            "records.validation_share, or add bench.questions"
+            "records.validation_fraction, or add bench.questions"
         )
     for row in chosen:
         counts[row["dataset"]]["used"] += 1

@@ -55,9 +55,9 @@ def measure(
     most = max(plan.concurrencies)
     if len(prompts) < most:
         raise UserError(
-            f"bench.batch_sizes goes to {most}, but there are {len(prompts)} held-out prompts; "
+            f"bench.concurrency goes to {most}, but there are {len(prompts)} held-out prompts; "
             "raise "
-            "bench.max_prompts or records.validation_share, or lower batch_sizes"
+            "bench.max_prompts or records.validation_fraction, or lower concurrency"
         )
     flags = {
         variant: plan.flags(variant, common or {}) for variant in (None, *plan.variants)

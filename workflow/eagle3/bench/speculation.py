@@ -151,7 +151,7 @@ def check_limits(settings: dict[str, Any], concurrency: int) -> None:
         limit = settings.get(key)
         if limit is not None and limit < concurrency:
             raise UserError(
-                f"bench.batch_sizes asks for {concurrency} requests at once, but the server has "
+                f"bench.concurrency asks for {concurrency} requests at once, but the server has "
                 f"{key} {limit}; "
                 f"set server.flags.max-running-requests to {concurrency} and give it the memory"
             )

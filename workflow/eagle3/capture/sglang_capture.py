@@ -102,12 +102,16 @@ class SglangCapture:
         urls: list[str],
         concurrency: int = 128,
         request_timeout: float = 3600,
-        max_tries: int = 5,
+        max_attempts: int = 5,
         patience: float = 60,
         recover: Callable[[], None] = lambda: None,
     ):
         self.urls, self.calls = urls, max(2, concurrency // ROWS)
-        self.request_timeout, self.max_tries, self.patience = request_timeout, max_tries, patience
+        self.request_timeout, self.max_attempts, self.patience = (
+            request_timeout,
+            max_attempts,
+            patience,
+        )
         self.recover, self.root = recover, ""
         self.waiting: dict[str, Pending] = {}
 
@@ -271,7 +275,7 @@ class SglangCapture:
     async def _post(self, session, url: str, body: dict[str, Any]) -> str:
         """Why the server refuses the request; empty if it answered. Raises UserError when it stays
         away."""
-        for attempt in range(self.max_tries):
+        for attempt in range(self.max_attempts):
             try:
                 async with session.post(f"{url}/generate", json=body) as answer:
                     text = await answer.text()
@@ -285,7 +289,7 @@ class SglangCapture:
             await asyncio.sleep(min(30, 2**attempt))
             await asyncio.to_thread(self.recover)
         raise UserError(
-            f"the server at {url} gave no answer in {self.max_tries} tries (last: {reason}); "
+            f"the server at {url} gave no answer in {self.max_attempts} tries (last: {reason}); "
             "finished shards are "
             "kept: see the server's log and run the same command again"
         )

@@ -235,7 +235,7 @@ def estimates(params: Params, data: Path, work: Path) -> list[Estimate]:
     known = {name: found for name in params.datasets if (found := known_tokens(name, data, work))}
     answered = {
         kind: [k for name, k in known.items() if k[3] and params.datasets[name].answers == kind]
-        for kind in ("generate", "on_policy")
+        for kind in ("generate", "given")
     }
     found = []
     for name, dataset in params.datasets.items():
@@ -243,7 +243,7 @@ def estimates(params: Params, data: Path, work: Path) -> list[Estimate]:
         limit = (
             params.generate.sampling.max_new_tokens
             if dataset.answers == "generate"
-            else params.on_policy.max_answer_tokens
+            else params.given.max_answer_tokens
         )
         alike = answered[dataset.answers]
         per_prompt = (
@@ -367,7 +367,7 @@ def _case(
 
 def train_hours(tokens: int, params: Params, rates: Rates) -> float:
     hours = (
-        tokens * (1 - params.records.validation_share) * params.train.epochs / rates.train / 3600
+        tokens * (1 - params.records.validation_fraction) * params.train.epochs / rates.train / 3600
     )
     longest = (
         (params.train.max_updates or float("inf"))

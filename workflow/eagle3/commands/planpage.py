@@ -131,7 +131,7 @@ def disk_lines(plan: dict[str, Any]) -> list[str]:
 
 
 def dataset_row(d: dict[str, Any], states: Callable[[int], str]) -> list[str]:
-    generate = "given" if d["answers"] == "on_policy" else time(d["hours"]["generate"])
+    generate = "given" if d["answers"] == "given" else time(d["hours"]["generate"])
     return [
         d["name"],
         f"{d['rows']:,}",

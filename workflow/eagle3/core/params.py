@@ -66,6 +66,18 @@ def _load(path: str, _changed: int) -> Params:
     return check(read_yaml(path), path)
 
 
+# Keys of earlier versions: what they are called now.
+RENAMED = {
+    "on_policy": "given",
+    "records.validation_share": "records.validation_fraction",
+    "train.clip": "train.max_grad_norm",
+    "train.warmup_share": "train.warmup_ratio",
+    "bench.batch_sizes": "bench.concurrency",
+    "runtime.max_tries": "runtime.max_attempts",
+    "runtime.processes": "runtime.nproc_per_node",
+}
+
+
 def check(content: Any, path: str | Path = "params.yaml") -> Params:
     try:
         return Params.model_validate(content)
@@ -76,6 +88,8 @@ def check(content: Any, path: str | Path = "params.yaml") -> Params:
 def _explain(path, item: dict) -> str:
     key = ".".join(str(part) for part in item["loc"] if part != "[key]") or "the file"
     message = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "extra_forbidden" and (now := RENAMED.get(key)):
+        return f"{path}: {key} is now called {now}"
     if item["type"] == "extra_forbidden":
         known = _keys_beside(item["loc"])
         return f"{path}: {key} is no known key; known here: {', '.join(known)}"
@@ -87,6 +101,8 @@ def _explain(path, item: dict) -> str:
             f"{path}: {key}: names of data sets hold letters, digits, _ . - and begin with a "
             "letter or a digit"
         )
+    if item["type"] == "literal_error" and value in RENAMED:
+        return f"{path}: {key}: {value} is now called {RENAMED[value]}"
     shown = f" is {value!r}" if not isinstance(value, (dict, BaseModel)) else ""
     return f"{path}: {key}{shown}: {message[0].lower() + message[1:]}"
 

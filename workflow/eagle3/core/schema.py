@@ -127,8 +127,8 @@ class Prompts(Section):
 class Dataset(Section):
     """One data set; its name is the name of its artifacts."""
 
-    answers: Literal["generate", "on_policy"] = Field(
-        description="generate: the target answers the prompts. on_policy: the target's family "
+    answers: Literal["generate", "given"] = Field(
+        description="generate: the target answers the prompts. given: the target's family "
         "already did."
     )
     source: Source = Field(description="Where the rows are.")
@@ -176,7 +176,7 @@ class Generate(Section):
     )
 
 
-class OnPolicy(Section):
+class Given(Section):
     """Conversations that already have their answers."""
 
     max_answer_tokens: int = Field(4096, ge=1, description="Longer answers are rejected.")
@@ -189,7 +189,7 @@ class Records(Section):
     """Training sequences."""
 
     max_tokens: int = Field(2048, ge=8, description="Longer records are cut here.")
-    validation_share: float = Field(
+    validation_fraction: float = Field(
         0.1, ge=0, lt=1, description="Share of records held out, by hash of the id."
     )
     truncated_answers: Literal["train", "drop"] = Field(
@@ -282,11 +282,11 @@ class Train(Section):
         "cosine",
         description="Learning rate after the warm-up; wsd stays up and falls over the last fifth.",
     )
-    warmup_share: float = Field(
+    warmup_ratio: float = Field(
         0.015, ge=0, le=1, description="Share of updates with rising learning rate."
     )
     weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay.")
-    clip: float = Field(0.5, gt=0, description="Largest gradient norm.")
+    max_grad_norm: float = Field(0.5, gt=0, description="Largest gradient norm.")
     ema: float | None = Field(
         None,
         gt=0,
@@ -382,7 +382,7 @@ class Bench(Section):
         description="Ways of drafting to compare (sglang); each takes a server of its own. "
         "Default: a chain of steps.",
     )
-    batch_sizes: list[Annotated[int, Field(ge=1, le=4096)]] = Field(
+    concurrency: list[Annotated[int, Field(ge=1, le=4096)]] = Field(
         [1],
         min_length=1,
         description="Requests at once (sglang); the smallest one is what the verdict begins with.",
@@ -423,8 +423,8 @@ class Bench(Section):
 
     @model_validator(mode="after")
     def _in_order(self):
-        if sorted(set(self.batch_sizes)) != self.batch_sizes:
-            raise ValueError(f"batch_sizes {self.batch_sizes} must rise")
+        if sorted(set(self.concurrency)) != self.concurrency:
+            raise ValueError(f"concurrency {self.concurrency} must rise")
         return self
 
 
@@ -495,10 +495,12 @@ class Runtime(Section):
     stall_timeout: float = Field(
         300, gt=0, description="Seconds without any token that count as a failure."
     )
-    max_tries: int = Field(5, ge=1, description="Tries of a row before it is recorded as an error.")
+    max_attempts: int = Field(
+        5, ge=1, description="Tries of a row before it is recorded as an error."
+    )
     checkpoint_every: int = Field(200, ge=1, description="Updates between checkpoints of training.")
     keep_checkpoints: int = Field(2, ge=1, description="Checkpoints that are kept.")
-    processes: int = Field(
+    nproc_per_node: int = Field(
         1, ge=1, description="Processes of training on this machine, one per GPU."
     )
     parallel: Literal["ddp", "fsdp"] = Field(
@@ -527,7 +529,7 @@ class Params(Section):
     prompts: Prompts
     datasets: dict[Name, Dataset] = Field(min_length=1)
     generate: Generate
-    on_policy: OnPolicy
+    given: Given
     records: Records
     vocab: Vocab
     hidden_states: HiddenStates

@@ -37,11 +37,11 @@ class Record:
     split: str
 
 
-def split_of(identifier: str, validation_share: float) -> str:
+def split_of(identifier: str, validation_fraction: float) -> str:
     """The same side for a conversation in every build, whatever else is in the data set."""
     return (
         "validation"
-        if xxhash.xxh3_64_intdigest(identifier.encode(), seed=1) < validation_share * 2**64
+        if xxhash.xxh3_64_intdigest(identifier.encode(), seed=1) < validation_fraction * 2**64
         else "train"
     )
 
@@ -75,7 +75,7 @@ def build(rows: Iterable[dict], params, stats: Counter) -> Iterator[Record]:
             if params.truncated_answers == "drop":
                 turns = turns[:-1]
         made = sequences(turns)
-        split = split_of(row["id"], params.validation_share)
+        split = split_of(row["id"], params.validation_fraction)
         for place, (ids, mask) in enumerate(made):
             if len(ids) > params.max_tokens:
                 stats["cut"] += 1

@@ -200,8 +200,12 @@ class SGLangEngine:
             tries += again.costs
             if again.reason == "server_died":
                 deaths += 1
-            patience = self.runtime.request_timeout * self.runtime.max_tries
-            if tries >= self.runtime.max_tries or deaths > 3 or time.monotonic() - begun > patience:
+            patience = self.runtime.request_timeout * self.runtime.max_attempts
+            if (
+                tries >= self.runtime.max_attempts
+                or deaths > 3
+                or time.monotonic() - begun > patience
+            ):
                 return Result(
                     request, error=again.reason, detail=again.detail[:500], tries=tries + deaths
                 )

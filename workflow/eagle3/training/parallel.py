@@ -23,8 +23,8 @@ class Processes:
         local = int(os.environ.get("LOCAL_RANK", 0))
         if gpus and local >= gpus:
             raise UserError(
-                f"runtime.processes asks for GPU {local}, but there are {gpus}; set "
-                f"runtime.processes: {gpus}"
+                f"runtime.nproc_per_node asks for GPU {local}, but there are {gpus}; set "
+                f"runtime.nproc_per_node: {gpus}"
             )
         self.device = torch.device("cuda", local) if gpus else torch.device("cpu")
         if gpus:

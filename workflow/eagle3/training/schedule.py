@@ -4,12 +4,12 @@ import math
 
 
 def learning_rate(
-    update: int, total: int, peak: float, warmup_share: float, schedule: str = "cosine"
+    update: int, total: int, peak: float, warmup_ratio: float, schedule: str = "cosine"
 ) -> float:
     """Linear rise over the first share of updates, then 'cosine' or 'linear' to zero, 'constant',
     or 'wsd': constant, then linear to zero over the last fifth. A function of `update` (from 0)
     alone, so a resumed run cannot warm up again."""
-    warmup = max(1, round(total * warmup_share))
+    warmup = max(1, round(total * warmup_ratio))
     if update < warmup:
         return peak * (update + 1) / warmup
     done = (update - warmup) / max(1, total - warmup)

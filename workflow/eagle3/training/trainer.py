@@ -78,13 +78,13 @@ class Trainer:
         self.train_set, self.validation = train, validation
         if not len(train):
             raise UserError(
-                "no training sequences; lower records.validation_share or raise max_samples"
+                "no training sequences; lower records.validation_fraction or raise max_samples"
             )
         if params.micro_batches % self.processes.world:
             raise UserError(
                 f"train.micro_batches is {params.micro_batches}, but {self.processes.world} "
                 "processes share them "
-                f"out; make it a multiple, or set runtime.processes: 1"
+                f"out; make it a multiple, or set runtime.nproc_per_node: 1"
             )
         self.drafter, self.objective = drafter, Objective(drafter, head, params)
         self.wrapped = self.processes.wrap(self.objective, runtime.parallel, ("hits",))
@@ -201,7 +201,7 @@ class Trainer:
             update.number,
             self.total,
             self.params.lr,
-            self.params.warmup_share,
+            self.params.warmup_ratio,
             self.params.schedule,
         )
         for group in self.optimizer.param_groups:
@@ -217,7 +217,7 @@ class Trainer:
                 loss.backward()
             shares += share.detach() / self.processes.world
             hits += hit
-        torch.nn.utils.clip_grad_norm_(self.weights.values(), self.params.clip)
+        torch.nn.utils.clip_grad_norm_(self.weights.values(), self.params.max_grad_norm)
         with even_steps.of(self.weights["fc.weight"], self.fc_factors):
             self.optimizer.step()
         for mine, weight in zip(self.average, self.weights.values()):
