@@ -17,12 +17,12 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "workflow")]
 
-from eagle3.core import schema
-from eagle3.core.process import exclusive
-from eagle3.responses import answering as generation
-from eagle3.responses.journal import Journal
-from eagle3.responses.sglang_engine import SGLangEngine
-from eagle3.target.model import Target
+from eagle3.core import schema  # noqa: E402
+from eagle3.core.process import exclusive  # noqa: E402
+from eagle3.responses import answering as generation  # noqa: E402
+from eagle3.responses.journal import Journal  # noqa: E402
+from eagle3.responses.sglang_engine import SGLangEngine  # noqa: E402
+from eagle3.target.model import Target  # noqa: E402
 
 SAMPLING = schema.Sampling(max_new_tokens=16)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+from eagle3.core import environment  # noqa: F401  (before torch is loaded, as in the scripts)
 
 # A shell starts background jobs with interrupts ignored, and their children inherit it; here
 # interrupts are tested.

@@ -29,9 +29,9 @@ from eagle3.responses.transformers_engine import TransformersEngine
 from eagle3.serving import server, supervisor
 from server_parts import gone, wait_until
 
-from tests.bench.test_bench import folder as project
+from tests.bench.test_bench import folder as project  # noqa: F401  (a fixture)
 from tests.bench.test_bench import run as run_bench
-from tests.test_embedded import embedded
+from tests.test_embedded import embedded  # noqa: F401  (a fixture)
 
 pytestmark = [
     pytest.mark.skipif("SGLANG" not in os.environ, reason="needs SGLang; make test-sglang runs it"),

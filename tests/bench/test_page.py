@@ -8,7 +8,7 @@ import subprocess
 import pytest
 from eagle3.bench import page
 
-from tests.bench.test_report import made
+from tests.bench.test_report import made  # noqa: F401  (a fixture)
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 FLAGS = (

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from eagle3.core import orphans
 
-from tests.core.test_stage import project
+from tests.core.test_stage import project  # noqa: F401  (a fixture)
 
 
 def touch(*names: str) -> None:

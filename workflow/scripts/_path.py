@@ -12,3 +12,5 @@ import time
 BEGAN = time.time_ns()  # what was edited later may not be the code that runs
 if os.path.basename(sys.path[0]) == "scripts":
     sys.path[0] = os.path.dirname(os.path.abspath(sys.path[0]))
+
+from eagle3.core import environment  # noqa: E402, F401
