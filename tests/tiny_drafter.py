@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import torch
 from eagle3.bench.speculate import Decoder
-from eagle3.capture.transformers_capture import Replica
 from eagle3.core.files import write_json
 from eagle3.drafter import export, ttt
 from eagle3.drafter import model as drafters
 from eagle3.records import draft_vocab as vocab
 from eagle3.records import records
 from eagle3.target import layers
+from eagle3.target.hooks import Replica
 from eagle3.target.model import Target, describe
 
 SETTINGS = SimpleNamespace(

@@ -21,7 +21,7 @@ import tiny
 import torch
 from eagle3.capture import extraction as module
 from eagle3.capture.extraction import Extraction
-from eagle3.capture.transformers_capture import Replica, TransformersCapture
+from eagle3.capture.transformers_capture import CapturingReplica, TransformersCapture
 from eagle3.core.errors import UserError
 from eagle3.hidden_states import shards
 from eagle3.records import records as record_files
@@ -54,7 +54,7 @@ class Counting(TransformersCapture):
 
     def __init__(self, model, layers=LAYERS):
         self.batch_tokens, self.rows = 128, []
-        self.replicas = [Replica(model, layers, H)]
+        self.replicas = [CapturingReplica(model, layers, H)]
 
     def run(self, jobs, done):
         super().run(

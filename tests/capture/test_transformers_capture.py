@@ -9,15 +9,14 @@ import pytest
 import torch
 from eagle3.capture.transformers_capture import (
     Job,
-    Replica,
     TransformersCapture,
     batches,
-    decoder_of,
     pieces,
 )
 from eagle3.core.errors import UserError
 from eagle3.hidden_states.shards import ShardWriter
 from eagle3.records.records import Record
+from eagle3.target.hooks import Replica, decoder_of
 from eagle3.target.layers import captured_layers
 from transformers import AutoModelForCausalLM
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 
 from eagle3.bench.figures import Simulated, common_prefix
-from eagle3.capture.transformers_capture import Replica
 from eagle3.core.progress import Progress
 from eagle3.drafter import acceptance as metrics
 from eagle3.drafter import ttt
 from eagle3.drafter.model import Drafter
+from eagle3.target.hooks import Replica
 from eagle3.target.model import Target
 
 

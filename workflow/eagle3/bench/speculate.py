@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache
 
-from eagle3.capture.transformers_capture import decoder_of
 from eagle3.drafter.model import Drafter
+from eagle3.target.hooks import decoder_of
 
 
 @dataclass

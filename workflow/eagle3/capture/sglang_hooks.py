@@ -242,7 +242,7 @@ def captured(config: dict[str, Any]) -> Callable:
     def hook(module, arguments, output):
         aux = arguments[4] if len(arguments) > 4 else None
         if aux is None:
-            acknowledge(
+            acknowledge_all(
                 ours.pieces(arguments[3]),
                 fatal="the server captures no layers; start it with "
                 "--enable-return-aux-hidden-states --speculative-algorithm EAGLE3",

@@ -10,15 +10,14 @@ from typing import Protocol
 import torch
 
 from eagle3.capture.offload import Offload, states_to_store
-from eagle3.core.errors import UserError
 from eagle3.hidden_states.shards import ShardWriter
 from eagle3.records.records import Record
+from eagle3.target.hooks import Replica
 from eagle3.target.model import Target
 
 WINDOW = 16  # batches that are sorted by length together
-PIECE = (
-    1 << 27
-)  # bytes of a batch's states that are copied and written together, by one of several threads
+# Bytes of a batch's states that are copied and written together, by one of several threads.
+PIECE = 1 << 27
 
 
 @dataclass(frozen=True)
@@ -45,26 +44,6 @@ class Capture(Protocol):
     def run(self, jobs: Iterator[Job], done: Callable[[Job], None]) -> None: ...
 
 
-def decoder_of(model):
-    """(list of decoder layers, final norm) of a transformers model. Raises UserError if they cannot
-    be found."""
-    for path in (
-        "model",
-        "model.language_model",
-        "language_model.model",
-        "transformer",
-        "language_model",
-    ):
-        module = model
-        for name in path.split("."):
-            module = getattr(module, name, None)
-        if module is not None and hasattr(module, "layers") and hasattr(module, "norm"):
-            return module.layers, module.norm
-    raise UserError(
-        f"no decoder layers found in {type(model).__name__}; expected model.layers and model.norm"
-    )
-
-
 def batches(jobs: list[Job], batch_tokens: int) -> Iterator[list[Job]]:
     """Jobs of similar length together, longest first, at most `batch_tokens` with padding. One
     longer job is alone."""
@@ -89,73 +68,12 @@ def pieces(lengths: list[int], most: int) -> Iterator[tuple[int, int]]:
     yield first, len(lengths)
 
 
-class Replica:
-    """A model on one device, with hooks that keep the inputs of `layers` and the output of the
-    final norm."""
+class CapturingReplica(Replica):
+    """A replica whose states go to shards behind the forward pass."""
 
     def __init__(self, model, layers: list[int], hidden_size: int):
-        self.model, self.layers, self.hidden_size = model, layers, hidden_size
-        self.captured: dict[int | str, torch.Tensor] = {}
-        decoder, norm = decoder_of(model)
-        self.hooks = [
-            decoder[layer].register_forward_pre_hook(self._keep_input(layer), with_kwargs=True)
-            for layer in layers
-        ]
-        self.hooks.append(
-            norm.register_forward_hook(
-                lambda module, inputs, output: self.captured.__setitem__("last", output)
-            )
-        )
+        super().__init__(model, layers, hidden_size)
         self.offload = Offload(model.device)
-
-    def _keep_input(self, layer: int):
-        def hook(module, inputs, kwargs):
-            self.captured[layer] = inputs[0] if inputs else kwargs["hidden_states"]
-
-        return hook
-
-    @torch.inference_mode()
-    def forward(self, ids: list[list[int]]) -> None:
-        """One pass over sequences padded on the right, where causal attention keeps padding from
-        being seen: no mask is needed, and without one the fast attention kernels run."""
-        tokens = torch.zeros((len(ids), max(map(len, ids))), dtype=torch.long)
-        for row, sequence in enumerate(ids):
-            tokens[row, : len(sequence)] = torch.tensor(sequence)
-        # logits_to_keep=1: the output projection over all positions would cost more than the
-        # capture.
-        self.model(
-            input_ids=tokens.to(self.model.device, non_blocking=True),
-            use_cache=False,
-            logits_to_keep=1,
-        )
-
-    @torch.inference_mode()
-    def states(self, ids: list[list[int]]) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """(three captured layers [T, H], final state [T, H]) of sequences end to end, without
-        padding, on the device.
-
-        Raises UserError if the width is not 3H.
-        """
-        self.forward(ids)
-        longest = max(map(len, ids))
-        real = torch.cat([torch.arange(len(s)) + row * longest for row, s in enumerate(ids)]).to(
-            self.model.device
-        )
-
-        def packed(states):  # [B, L, H] -> [T, H]
-            return states.flatten(0, 1).index_select(0, real)
-
-        layers, last = (
-            [packed(self.captured[layer]) for layer in self.layers],
-            packed(self.captured["last"]),
-        )
-        self.captured.clear()
-        width = sum(part.shape[-1] for part in layers)
-        if width != 3 * self.hidden_size:
-            raise UserError(
-                f"captured width is {width}, not 3 x {self.hidden_size}; check hidden_states.layers"
-            )
-        return layers, last
 
     def fill(self, batch: list[Job], done: Callable[[Job], None]) -> None:
         """Captures a batch and sends it to its shards."""
@@ -204,11 +122,10 @@ class TransformersCapture:
         if models is None:
             models = [target.load_model()]
             for other in range(1, torch.cuda.device_count()):
-                with torch.cuda.device(
-                    other
-                ):  # "cuda" means the current one, and none holds two models for a moment
+                # "cuda" means the current one, and none holds two models for a moment.
+                with torch.cuda.device(other):
                     models.append(target.load_model())
-        self.replicas = [Replica(model, layers, target.hidden_size) for model in models]
+        self.replicas = [CapturingReplica(model, layers, target.hidden_size) for model in models]
 
     def batch(self, ids: list[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(`aux` [L, 3H], `last` [L, H]) of each sequence, on the CPU in the model's type, from one
@@ -231,7 +148,7 @@ class TransformersCapture:
                         break
                 return taken
 
-        def work(replica: Replica) -> None:
+        def work(replica: CapturingReplica) -> None:
             try:
                 if replica.offload.cuda:
                     torch.cuda.set_device(replica.model.device)

@@ -22,9 +22,8 @@ KINDS = {"bfloat16": ("BF16", 2), "float32": ("F32", 4), "float8_e4m3fn": ("F8_E
 NAMES = {kind: name for name, (kind, _) in KINDS.items()}
 STATES = ("aux", "last", "aux_scales", "last_scales")
 BLOCK = 64
-PIECE = (
-    1 << 19
-)  # bytes in one write; 27 MiB at once took ten times the kernel's time (ext4, Linux 6.18)
+# Bytes in one write: 27 MiB at once took ten times the kernel's time (ext4, Linux 6.18).
+PIECE = 1 << 19
 
 
 def block_of(hidden_size: int) -> int:
