@@ -123,7 +123,7 @@ def template(tmp_path_factory) -> Path:
     )
     own_site_cache(folder)
     project = Project(folder)
-    project.edit_params(records__validation_share=0.5)
+    project.edit_params(records__validation_fraction=0.5)
     project.git("commit", "-qam", "more held out")
     project.snakemake()
     ran = project.ran()
