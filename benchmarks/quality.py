@@ -8,7 +8,7 @@ and SpecForge's recipe.
 Run it in a built project: it reads data/target, data/vocab and data/hidden_states, and `train` of
 params.yaml for what an arm does not name. All arms see the records in the same order and are judged
 by the same validation records; the best state of each counts. An arm is NAME:key=value,…, where a
-key is one of section `train` (architecture.intermediate_size, log, for one of a section of its
+key is one of section `train` (architecture.intermediate_size, say, for one of a section of its
 own), or
 
     share=0.25          a quarter of the training records vocab=FILE          another draft

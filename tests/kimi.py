@@ -20,25 +20,29 @@ TEMPLATE = """
 {%- macro calls(m) -%}
 {%- if m.get('tool_calls') -%}<|tool_calls_section_begin|>
 {%- for c in m.tool_calls -%}<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>
-{%- set a = c.function.arguments -%}{{ a if a is string else a | tojson }}<|tool_call_end|>{%- endfor -%}
+{%- set a = c.function.arguments -%}
+{{ a if a is string else a | tojson }}<|tool_call_end|>{%- endfor -%}
 <|tool_calls_section_end|>{%- endif -%}
 {%- endmacro -%}
 {%- set last = namespace(answer=-1) -%}
 {%- for m in messages -%}
-{%- if m.role == 'assistant' and not m.get('tool_calls') -%}{%- set last.answer = loop.index0 -%}{%- endif -%}
+{%- if m.role == 'assistant' and not m.get('tool_calls') -%}
+{%- set last.answer = loop.index0 -%}{%- endif -%}
 {%- endfor -%}
 {%- if tools -%}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>{%- endif -%}
 {%- for m in messages -%}
 {{ head(m) }}
 {%- if m.role == 'assistant' -%}
-<think>{{ m.get('reasoning_content', '') if loop.index0 >= last.answer else '' }}</think>{{ m.content }}{{ calls(m) }}
+<think>{{ m.get('reasoning_content', '') if loop.index0 >= last.answer else '' }}</think>
+{{- m.content }}{{ calls(m) }}
 {%- elif m.role == 'tool' -%}
 ## Return of {{ m.get('tool_call_id', '') }}
 {{ m.content }}
 {%- else -%}{{ m.content }}{%- endif -%}<|im_end|>
 {%- endfor -%}
 {%- if add_generation_prompt -%}
-<|im_assistant|>assistant<|im_middle|>{{ '<think>' if thinking | default(true) else '<think></think>' }}
+<|im_assistant|>assistant<|im_middle|>
+{{- '<think>' if thinking | default(true) else '<think></think>' }}
 {%- endif -%}
 """
 SPECIAL = [

@@ -19,7 +19,8 @@ FLAGS = (
 PROBE = """<script>
 const wide = [...document.querySelectorAll('body *')].filter(
   e => !e.closest('.wide') && e.getBoundingClientRect().right > innerWidth + 1).map(e => e.tagName)
-document.title = 'probe ' + document.documentElement.scrollWidth + ' ' + innerWidth + ' ' + wide.length
+const page = document.documentElement
+document.title = 'probe ' + page.scrollWidth + ' ' + innerWidth + ' ' + wide.length
 </script></body>"""
 
 

@@ -37,10 +37,11 @@ def named(pattern, dataset):
 for rule in workflow.rules:
     for dataset in (DATASETS if any("{dataset" in str(f) for f in rule.output) else [""]):
         def fill(items):
-            return {name: [named(f, dataset) for f in (value if isinstance(value, list) else [value])]
-                    for name, value in items}
+            lists = {name: v if isinstance(v, list) else [v] for name, v in items}
+            return {name: [named(f, dataset) for f in files] for name, files in lists.items()}
         found.append({"rule": rule.name, "dataset": dataset, "input": fill(rule.input.items()),
-                      "output": fill(rule.output.items()), "shell": rule.shellcmd or "", "log": [str(f) for f in rule.log]})
+                      "output": fill(rule.output.items()), "shell": rule.shellcmd or "",
+                      "log": [str(f) for f in rule.log]})
 open("jobs.json", "w").write(json.dumps(found))
 """)
     tiny.run(folder, "snakemake", "-s", "jobs.smk", "-d", str(folder), "-n", "-q", "all")

@@ -23,22 +23,30 @@ from eagle3.core.files import digest_file, write_json
 stage = sys.argv[1]
 temperature = Path("params.yaml").read_text()
 if stage == "target":
-    write_json("data/target/target.json", {"architecture": "LlamaForCausalLM", "digest": "d1", "dtype": "float32"})
+    about = {"architecture": "LlamaForCausalLM", "digest": "d1", "dtype": "float32"}
+    write_json("data/target/target.json", about)
 elif stage == "prepare":
     Path("data/prompts").mkdir(parents=True, exist_ok=True)
     Path("data/prompts/a.parquet").write_text("prompts")
     write_json("data/prompts/a.stats.json", {"rows": 9, "kept": 7, "rejected": 1, "duplicates": 1})
 elif stage == "generate":
-    write_json("data/responses/a/fingerprint.json", {"engine": "sglang", "versions": {"sglang": "0.5.14"}})
+    server = {"engine": "sglang", "versions": {"sglang": "0.5.14"}}
+    write_json("data/responses/a/fingerprint.json", server)
     Path("data/responses/a/raw_responses.jsonl").write_text(temperature)
 elif stage == "tokenize":
     Path("data/records").mkdir(parents=True, exist_ok=True)
-    Path("data/records/a.parquet").write_text("records of " + Path("data/responses/a/raw_responses.jsonl").read_text())
+    answers = Path("data/responses/a/raw_responses.jsonl").read_text()
+    Path("data/records/a.parquet").write_text("records of " + answers)
 elif stage == "train":
     write_json("data/drafter/training.json", {
-        "params": {"lr": 1e-4}, "made_with": {"git_commit": "c0de", "torch": "2", "transformers": "5"},
-        "hidden_states": {"a": {"records_digest": digest_file("data/records/a.parquet"), "rows": 7, "tokens": 70}}})
-    Path("data/drafter/model.safetensors").write_text("weights of " + Path("data/records/a.parquet").read_text())
+        "params": {"lr": 1e-4},
+        "made_with": {"git_commit": "c0de", "torch": "2", "transformers": "5"},
+        "hidden_states": {
+            "a": {"records_digest": digest_file("data/records/a.parquet"), "rows": 7, "tokens": 70}
+        },
+    })
+    records = Path("data/records/a.parquet").read_text()
+    Path("data/drafter/model.safetensors").write_text("weights of " + records)
 """
 STAGES = {
     "target": ([], ["data/target"], ["target"]),

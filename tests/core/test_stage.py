@@ -84,7 +84,7 @@ def test_code_edited_while_it_was_imported_fails_the_stage_at_once(project, monk
     monkeypatch.setitem(sys.modules, "_path", SimpleNamespace(BEGAN=time.time_ns() - 10**9))
     with pytest.raises(
         UserError,
-        match="workflow/eagle3/core/helper.py, workflow/scripts/train.py changed while stage train ran",
+        match="eagle3/core/helper.py, workflow/scripts/train.py changed while stage train ran",
     ):
         with running("train", "params.yaml", ["input"]):
             raise AssertionError("the body ran")

@@ -47,7 +47,8 @@ def holder(target, settings, then="time.sleep(3600)"):
         from eagle3.serving import server
         from eagle3.target.model import Target
         settings = schema.Server.model_validate_json({settings.model_dump_json()!r})
-        with server.lease(settings, Target(Path({str(target.folder)!r})), log=lambda text: None) as lease:
+        model = Target(Path({str(target.folder)!r}))
+        with server.lease(settings, model, log=lambda text: None) as lease:
             print("held", flush=True)
             {then}
     """)

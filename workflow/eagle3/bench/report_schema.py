@@ -8,38 +8,44 @@ from pydantic import BaseModel, ConfigDict, Field
 PAGE = Path("docs/report.md")
 INTRODUCTION = """# The bench report
 
-Generated from `workflow/eagle3/bench/report_schema.py` by `make docs`; do not edit. `data/bench/` holds:
+Generated from `workflow/eagle3/bench/report_schema.py` by `make docs`; do not edit. `data/bench/`
+holds:
 
 | file | contents |
 |---|---|
 | `report.json` | everything below |
 | `report.html` | the same as one self-contained page: phone, print, light and dark |
 | `metrics.json` | what `dvc metrics diff` compares |
-| `acceptance.csv`, `cells.csv` | what `dvc plots diff` draws: acceptance by position, speed-up over batch size |
+| `acceptance.csv`, `cells.csv` | for `dvc plots diff`: acceptance by position, speed-up by batch |
 
-The folder is written before the figures are judged, so a bench that fails leaves its report to be looked into.
+The folder is written before the figures are judged, so a bench that fails leaves its report to be
+looked into.
 
 ## Which accept length is which
 
-- **served**: completion tokens over verify cycles, pooled over all answers (never a mean of per-answer ratios). The bonus
-  token of each cycle counts, and so does the token of the prefill: it is SGLang's own `completion_tokens / spec_verify_ct`.
-- **per_cycle**: without the token of the prefill, so that a drafter which is never right has exactly 1. `min_accept_length`
-  is compared with it.
-- **replayed**: the drafter walked over the very answers that were served, cycle by cycle, from states of the target captured
-  anew, and counted as *served* is. It must agree with *served*, and `max_difference` bounds that: exactly in process, within
-  what bf16 rounding does to near ties on a server. Disagreement means that training and serving see different states.
-- **simulated**: one plus the sum of the products of conditional accuracies, averaged over **all** positions: the figure that
-  training reports. Serving visits only the positions where a cycle ends (after a rejection, log, where drafting is harder or
-  easier than on average), so this one may differ from the others by several per cent without anything being wrong. Where
-  `bench.simulate` is off it is training's own figure on the validation split.
+- **served**: completion tokens over verify cycles, pooled over all answers (never a mean of
+  per-answer ratios). The bonus token of each cycle counts, and so does the token of the prefill: it
+  is SGLang's own `completion_tokens / spec_verify_ct`.
+- **per_cycle**: without the token of the prefill, so that a drafter which is never right has
+  exactly 1. `min_accept_length` is compared with it.
+- **replayed**: the drafter walked over the very answers that were served, cycle by cycle, from
+  states of the target captured anew, and counted as *served* is. It must agree with *served*, and
+  `max_difference` bounds that: exactly in process, within what bf16 rounding does to near ties on a
+  server. Disagreement means that training and serving see different states.
+- **simulated**: one plus the sum of the products of conditional accuracies, averaged over **all**
+  positions: the figure that training reports. Serving visits only the positions where a cycle ends
+  (after a rejection, say, where drafting is harder or easier than on average), so this one may
+  differ from the others by several per cent without anything being wrong. Where `bench.simulate` is
+  off it is training's own figure on the validation split.
 - **break_even**: seconds of a verify cycle over seconds of a plain token.
 
 ## Why greedy outputs may differ on a server
 
-In process they must be equal, and a difference fails the bench. A server verifies several positions in one batch; sums round
-in another order than one by one, near ties fall the other way, and the rest of the answer is another text. The report counts
-such answers, shows how often the baseline differs from itself between repeats, and by how little the target's logits of the
-two tokens differ where the arms part.
+In process they must be equal, and a difference fails the bench. A server verifies several positions
+in one batch; sums round in another order than one by one, near ties fall the other way, and the
+rest of the answer is another text. The report counts such answers, shows how often the baseline
+differs from itself between repeats, and by how little the target's logits of the two tokens differ
+where the arms part.
 
 """
 Rates = dict[str, float]

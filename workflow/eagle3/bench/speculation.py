@@ -50,8 +50,8 @@ SPECULATIVE = (
 
 
 def algorithm_of(folder: str | Path) -> str:
-    """The algorithm that serves the drafter in `folder`. Raises UserError if there is no drafter, if
-    its architecture is unknown, or if `fc` does not read three states (its width is not 3H)."""
+    """The algorithm that serves the drafter in `folder`. Raises UserError if there is no drafter,
+    if its architecture is unknown, or if `fc` does not read three states (its width is not 3H)."""
     folder = Path(folder)
     if not (folder / export.CONFIG).exists():
         raise UserError(
@@ -83,8 +83,8 @@ def algorithm_of(folder: str | Path) -> str:
 
 
 def flags(folder: str | Path, steps: int, topk: int, draft_tokens: int) -> dict[str, Any]:
-    """launch_server flags that add the drafter in `folder`. Raises UserError for a shape that SGLang
-    would change."""
+    """launch_server flags that add the drafter in `folder`. Raises UserError for a shape that
+    SGLang would change."""
     if topk == 1 and draft_tokens != steps + 1:
         raise UserError(
             f"bench: with topk 1 SGLang verifies steps + 1 = {steps + 1} tokens, not "

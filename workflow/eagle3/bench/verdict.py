@@ -13,9 +13,9 @@ CHECKLIST = (
 
 
 def check_sound(cell: dict[str, Any], minimum: float, max_difference: float, exact: bool) -> None:
-    """Raises UserError when a cell's figures cannot be what a working drafter gives. `exact`: greedy
-    outputs of both arms must be equal, as they are in process; servers compute other roundings for
-    other batches."""
+    """Raises UserError when a cell's figures cannot be what a working drafter gives. `exact`:
+    greedy outputs of both arms must be equal, as they are in process; servers compute other
+    roundings for other batches."""
     figures = cell["all"]
     length, outputs = figures["accept_length"], figures["outputs"]
     where = f"{cell['variant']} at {cell['concurrency']} at once"

@@ -243,8 +243,8 @@ class Extraction:
                 writer.discard()
 
     def check_quarantine(self) -> None:
-        """Raises UserError when more rows than hidden_states.max_quarantine_rate of the data set have
-        no usable states."""
+        """Raises UserError when more rows than hidden_states.max_quarantine_rate of the data set
+        have no usable states."""
         with self._lock:
             bad = [
                 row

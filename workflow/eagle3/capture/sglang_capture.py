@@ -248,7 +248,8 @@ class SglangCapture:
                     f"the server writes states under {self.root}, but {part} is not there; "
                     "restart it from here"
                 )
-            one.rid = f"{PREFIX}:{part.relative_to(self.root).with_suffix('')}:{one.job.row}:{uuid.uuid4().hex[:8]}"
+            name = part.relative_to(self.root).with_suffix("")
+            one.rid = f"{PREFIX}:{name}:{one.job.row}:{uuid.uuid4().hex[:8]}"
             self.waiting[one.rid] = one
             acks = str(part.parent / ACKS)
             folders.setdefault(acks, os.path.getsize(acks) if os.path.exists(acks) else 0)
@@ -295,8 +296,8 @@ class SglangCapture:
         )
 
     async def _read_acks(self, folders: dict[str, int], hashers: ThreadPoolExecutor) -> None:
-        """Follows the acknowledgement files and completes rows. Raises UserError when the server says
-        that none can come."""
+        """Follows the acknowledgement files and completes rows. Raises UserError when the server
+        says that none can come."""
         loop = asyncio.get_running_loop()
         while True:
             for path, place in list(folders.items()):

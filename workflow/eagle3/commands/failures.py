@@ -10,8 +10,8 @@ PARTS, PAGE = Path("docs/failures"), Path("docs/failures.md")
 ROW = re.compile(r"^\|\s*`?([A-H][0-9]{2})`?\s*\|", re.MULTILINE)
 INTRODUCTION = """# What goes wrong elsewhere, and what happens here
 
-Put together from `docs/failures/` by `make docs`; edit the parts. Each row is a failure that was reported for a pipeline of
-this kind, what cannot happen here, and where that is handled or tested.
+Put together from `docs/failures/` by `make docs`; edit the parts. Each row is a failure that was
+reported for a pipeline of this kind, what cannot happen here, and where that is handled or tested.
 """
 
 

@@ -17,11 +17,13 @@ from eagle3.core.schema import RUNTIME_SECTIONS, Params
 PAGE = Path("docs/params.md")
 INTRODUCTION = """# params.yaml, key by key
 
-Generated from `workflow/eagle3/core/schema.py` by `make docs`; do not edit. A key that is not listed here is an error, and so
-is a value outside its limits: every command that reads `params.yaml` checks the whole file first.
+Generated from `workflow/eagle3/core/schema.py` by `make docs`; do not edit. A key that is not
+listed here is an error, and so is a value outside its limits: every command that reads
+`params.yaml` checks the whole file first.
 
-Keys of a section belong to the stages that `dvc.yaml` lists the section for: changing one makes those stages stale, and
-nothing else. The sections {runtime} are run-time tuning; changing them makes nothing stale.
+Keys of a section belong to the stages that `dvc.yaml` lists the section for: changing one makes
+those stages stale, and nothing else. The sections {runtime} are run-time tuning; changing them
+makes nothing stale.
 """
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 TYPES = {"bool": "true or false", "int": "whole number", "float": "number", "str": "text"}

@@ -303,9 +303,8 @@ def page(found: dict[str, Any]) -> str:
                 if value is not None
             )
         )
-        lines.append(
-            f"  {'here   ' if entry['here'] else 'MISSING'}  {entry['stage']:<{width}}  {said}".rstrip()
-        )
+        state = "here   " if entry["here"] else "MISSING"
+        lines.append(f"  {state}  {entry['stage']:<{width}}  {said}".rstrip())
     missing = [entry for entry in found["artifacts"] if not entry["here"]]
     if missing:
         lines += [

@@ -160,8 +160,8 @@ def slice_text(params: dict, slices: list[str]) -> str:
 
 
 class Declared:
-    """params.yaml behind a gate: reading a key that the stage does not declare raises UserError with
-    the line to add.
+    """params.yaml behind a gate: reading a key that the stage does not declare raises UserError
+    with the line to add.
 
     Run-time keys (`server.*` and others marked so in the schema) may always be read.
     """

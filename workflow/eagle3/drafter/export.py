@@ -51,8 +51,8 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def check_complete(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
-    """Raises UserError listing tensors that are missing, unknown or of another shape, or whose values
-    are not finite."""
+    """Raises UserError listing tensors that are missing, unknown or of another shape, or whose
+    values are not finite."""
     expected = expected_shapes(config)
     wrong = [f"{name} is missing" for name in expected.keys() - tensors.keys()]
     wrong += [f"{name} is unknown" for name in tensors.keys() - expected.keys()]

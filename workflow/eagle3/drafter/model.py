@@ -78,8 +78,8 @@ def drafter_config(
 
 
 def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """RoPE of a configuration in either form. Raises UserError if it names no base (10000 would be a
-    guess), or turns a part of each head only."""
+    """RoPE of a configuration in either form. Raises UserError if it names no base (10000 would be
+    a guess), or turns a part of each head only."""
     found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = found.get("rope_theta", config.get("rope_theta"))
     if theta is None:

@@ -407,8 +407,8 @@ def repair(folder: Path) -> str:
 
 
 def check_fit(folder: str | Path, manifest: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Raises UserError naming the first field in which a manifest differs from what is expected, with
-    both values."""
+    """Raises UserError naming the first field in which a manifest differs from what is expected,
+    with both values."""
     for field, value in expected.items():
         if manifest.get(field) != value:
             raise UserError(

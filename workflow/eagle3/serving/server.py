@@ -148,8 +148,8 @@ class Lease:
         )
 
     def state(self, url: str, patience: float = 60) -> str:
-        """ "ready", or "down" while it may come back. Raises UserError if it will not, or is not what
-        was asked for.
+        """ "ready", or "down" while it may come back. Raises UserError if it will not, or is not
+        what was asked for.
 
         For a server that a supervisor owns its word counts; another one must generate a token
         within `patience` s."""

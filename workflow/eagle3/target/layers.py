@@ -12,8 +12,8 @@ CONDITIONAL = ("DeepseekV2", "DeepseekV3", "KimiK2", "KimiK25", "Kimi_K2")
 
 
 def captured_layers(num_layers: int, wanted: list[int] | None = None) -> list[int]:
-    """The three captured layers: `wanted`, or SGLang's default 2, N//2, N-3. Raises UserError if one
-    does not exist.
+    """The three captured layers: `wanted`, or SGLang's default 2, N//2, N-3. Raises UserError if
+    one does not exist.
 
     >>> captured_layers(61)
     [2, 30, 58]

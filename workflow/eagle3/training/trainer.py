@@ -117,9 +117,9 @@ class Trainer:
         return [packed[i : i + size] for i in range(0, len(packed), size)]
 
     def run(self) -> Progressed:
-        """Trains to the end from wherever the last checkpoint stands. Raises UserError at a loss that
-        is not finite, naming the records, before anything of it is saved, and Stop after a signal,
-        with everything saved."""
+        """Trains to the end from wherever the last checkpoint stands. Raises UserError at a loss
+        that is not finite, naming the records, before anything of it is saved, and Stop after a
+        signal, with everything saved."""
         done = self._resume()
         trackers = Trackers(self.runtime.trackers if self.leader else [], self.params.model_dump())
         if done.update == 0:
@@ -245,7 +245,8 @@ class Trainer:
         bar: Progress,
         trackers: Trackers,
     ) -> None:
-        """Reads the figures of an update. Raises UserError if they say that training cannot go on."""
+        """Reads the figures of an update. Raises UserError if they say that training cannot go
+        on."""
         update, shares, accuracy, rate = waiting
         if done.update > update.number:
             return
