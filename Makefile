@@ -60,11 +60,10 @@ lint: $(VENV)/ready-test
 	snakefmt --check Snakefile workflow/rules
 	snakemake --lint
 
-# Writes docs/params.md and docs/report.md from their schemas, and docs/failures.md from its parts.
+# Writes docs/params.md and docs/report.md from their schemas.
 docs: $(VENV)/ready
 	PYTHONPATH=workflow python -m eagle3.commands.reference
 	PYTHONPATH=workflow python -m eagle3.bench.report_schema
-	PYTHONPATH=workflow python -m eagle3.commands.failures
 
 # Draws the graph of stages as Snakemake sees it; needs Graphviz.
 graph: $(VENV)/ready

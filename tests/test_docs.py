@@ -105,3 +105,13 @@ def test_the_graph_is_what_snakemake_draws():
     assert {
         (shown[a], shown[b]) for a, b in re.findall(r"<title>(\d+)&#45;&gt;(\d+)</title>", drawn)
     } == edges
+
+
+def test_every_test_that_failures_md_names_exists():
+    named = re.compile(r"`(?:tests/)?((?:\w+/)*test_\w+\.py)(?:::(\w+))?")
+    missing = []
+    for file, name in named.findall((DOCS / "failures.md").read_text()):
+        found = list((ROOT / "tests").rglob(Path(file).name))
+        if not found or not any(f"def {name}" in path.read_text() for path in found):
+            missing.append(f"{file}::{name}")  # a name may be shortened
+    assert not missing, missing
