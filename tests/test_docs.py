@@ -18,7 +18,15 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 GUIDES = [
     DOCS / name
-    for name in ("index.md", "tutorial.md", "how-it-decides.md", "build.md", "cluster.md")
+    for name in (
+        "index.md",
+        "architecture.md",
+        "glossary.md",
+        "tutorial.md",
+        "how-it-decides.md",
+        "build.md",
+        "cluster.md",
+    )
 ] + sorted((DOCS / "guides").glob("*.md"))
 BLOCK = re.compile(
     r"(?:^<!-- (?P<note>[^\n]*) -->\n)?^```(?P<kind>\w*)\n(?P<body>.*?)^```$",
@@ -115,3 +123,19 @@ def test_every_test_that_failures_md_names_exists():
         if not found or not any(f"def {name}" in path.read_text() for path in found):
             missing.append(f"{file}::{name}")  # a name may be shortened
     assert not missing, missing
+
+
+def test_architecture_md_lists_the_rooms_and_what_each_stage_uses():
+    page = (DOCS / "architecture.md").read_text()
+    rooms = re.findall(r"^\| `(\w+)/` \|", page, re.MULTILINE)
+    library = ROOT / "workflow/eagle3"
+    assert sorted(rooms) == sorted(path.parent.name for path in library.glob("*/__init__.py"))
+    shown = dict(re.findall(r"^\| `(\w+)` \| `[^`]*` \| ([\w, ]+) \|$", page, re.MULTILINE))
+    stages = parameters.read_yaml(ROOT / "dvc.yaml")["stages"]
+    listed = {
+        name: [
+            Path(d).name for d in stage.get("do", stage)["deps"] if d.startswith("workflow/eagle3/")
+        ]
+        for name, stage in stages.items()
+    }
+    assert {name: text.split(", ") for name, text in shown.items()} == listed
