@@ -98,12 +98,30 @@ def test_rope_is_the_targets_in_both_forms(scaling, new_form):
     )
 
 
+def test_a_drafter_is_what_sglangs_llama_layer_can_be():
+    """Its MLP has silu only; and latent attention has no head size to take over."""
+    assert config_of(rope_theta=1e4, hidden_act="gelu_pytorch_tanh")["hidden_act"] == "silu"
+    latent = {"rope_theta": 1e4, "kv_lora_rank": 512, "hidden_size": 7168}
+    many = {"num_attention_heads": 128, "num_key_value_heads": 128}
+    config = config_of(**latent, **many)
+    assert [config[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim")] == [
+        56,
+        8,
+        128,
+    ]
+    own = {"num_attention_heads": 64, "num_key_value_heads": 64, "head_dim": 64}
+    config = drafters.drafter_config({**BASE, **latent}, own, 50, [1, 2, 3], "float32")
+    assert {k: config[k] for k in own} == own
+    with pytest.raises(UserError, match="4 query heads, 3 key and value heads"):
+        drafters.drafter_config(
+            {**BASE, "rope_theta": 1e4}, {"num_key_value_heads": 3}, 50, [1, 2, 3], "float32"
+        )
+
+
 def test_what_cannot_be_copied_is_refused():
     """Catalogue E09 and E22."""
     with pytest.raises(UserError, match="no rope_theta"):
         config_of()
-    with pytest.raises(UserError, match="partial_rotary_factor"):
-        config_of(rope_theta=1e4, partial_rotary_factor=0.5)
     with pytest.raises(UserError, match="lacks rms_norm_eps"):
         drafters.drafter_config(
             {k: v for k, v in BASE.items() if k != "rms_norm_eps"}, {}, 50, [1, 2, 3], "float32"

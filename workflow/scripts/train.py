@@ -108,7 +108,16 @@ def train(stage: Stage, arguments: argparse.Namespace) -> None:
     made_with = origin(checkpoints.folder, fresh) if leader else {}
     start = warm_start.weights(drafter, params, training, log) if fresh else None
     trainer = Trainer(
-        drafter, head, training, validation, params, stage.params.runtime, checkpoints, log, start
+        drafter,
+        head,
+        training,
+        validation,
+        params,
+        stage.params.runtime,
+        checkpoints,
+        log,
+        start,
+        target.softcap,
     )
     done = trainer.run()
     processes.close()

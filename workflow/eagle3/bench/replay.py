@@ -33,7 +33,7 @@ class Simulator:
         self.replica = Replica(target.load_model(), layers, target.hidden_size)
         self.device = self.replica.model.device
         self.drafter, self.batch_tokens = drafter.to(self.device), batch_tokens
-        self.head = target.head().to(self.device)
+        self.head, self.softcap = target.head().to(self.device), target.softcap
 
     @torch.no_grad()
     def hits(self, answers: list[Answered], steps: int) -> tuple[list[torch.Tensor], list[float]]:
@@ -87,7 +87,8 @@ class Simulator:
         if place >= min(len(answer.ids), len(answer.other)):
             return []
         state = last[len(answer.prompt_ids) + place - 1].to(self.head)
-        served, other = (self.head[[answer.ids[place], answer.other[place]]] @ state).tolist()
+        logits = self.head[[answer.ids[place], answer.other[place]]] @ state
+        served, other = ttt.softcapped(logits, self.softcap).tolist()
         return [served - other]
 
     def _compute(self):

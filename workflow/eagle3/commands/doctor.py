@@ -15,7 +15,7 @@ from eagle3.bench.speculation import ALGORITHMS
 from eagle3.core.errors import UserError
 from eagle3.core.files import read_json
 from eagle3.drafter.export import expected_shapes
-from eagle3.drafter.model import rope_parameters
+from eagle3.drafter.rope import rope_parameters
 from eagle3.target import layers
 from eagle3.target.model import Target
 

@@ -22,6 +22,7 @@ from eagle3.drafter import export
 from eagle3.drafter.model import drafter_config
 from eagle3.hidden_states import shards
 from eagle3.target import layers
+from eagle3.target.configuration import text_config
 
 # A row of raw_responses.jsonl: a prompt id as text with its comma, an answer id and its share of
 # the text.
@@ -140,11 +141,7 @@ def target_config(params: Params, data: Path) -> dict[str, Any]:
     ):
         if folder and (folder / "config.json").exists():
             config = read_json(folder / "config.json")
-            return {
-                **config,
-                **config.get("text_config", {}),
-                "architectures": config.get("architectures"),
-            }
+            return {**text_config(config), "architectures": config.get("architectures")}
     return {}
 
 

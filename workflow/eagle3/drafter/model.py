@@ -4,6 +4,7 @@ the next.
 T: tokens of a packed batch. H: hidden size. D: draft vocabulary. Layout and names are those that
 SGLang loads. Source: EAGLE-3, arXiv 2503.01840."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
+from transformers.models.llama.modeling_llama import rotate_half
 
 from eagle3.core.errors import UserError
+from eagle3.drafter import rope
 
 Attend = Callable[
     [Tensor, Tensor, Tensor], Tensor
@@ -25,16 +27,18 @@ OWN = {
     "tie_word_embeddings": False,
     "attention_bias": False,
     "mlp_bias": False,
+    # Whatever the target's is: SGLang's Llama MLP has no other.
+    "hidden_act": "silu",
 }
 COPIED = (
     "hidden_size",
     "vocab_size",
-    "rms_norm_eps",
-    "hidden_act",
     "max_position_embeddings",
     "bos_token_id",
     "eos_token_id",
 )
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
+MLA_HEAD_DIM = 128  # latent attention has no head size that a Llama layer could take over
 
 
 def drafter_config(
@@ -46,29 +50,34 @@ def drafter_config(
 ) -> dict[str, Any]:
     """config.json of a drafter for a target's text configuration.
 
-    RoPE, context length and norms are the target's: a drafter with another RoPE base loads and
-    drafts badly. RoPE is written in the old and the new form, because readers of either fall back
-    to a base of 10000 in silence. Raises UserError naming a field that the target lacks."""
-    missing = [key for key in COPIED if key not in target and not key.endswith("token_id")]
+    Context length and the norms' epsilon are the target's, RoPE is (see `rope`); heads are the
+    target's unless `architecture` says otherwise. RoPE is written in the old and the new form,
+    because readers of either fall back to a base of 10000 in silence. Raises UserError naming a
+    field that the target lacks."""
+    epsilon = next((target[key] for key in EPSILONS if target.get(key) is not None), None)
+    wanted = [key for key in COPIED if not key.endswith("token_id")]
+    wanted += [
+        key for key in ("num_attention_heads", "intermediate_size") if architecture.get(key) is None
+    ]
+    missing = [key for key in wanted if target.get(key) is None]
+    missing += ["rms_norm_eps"] if epsilon is None else []
     if missing:
         raise UserError(f"the target's config.json lacks {', '.join(missing)}")
-    heads = architecture.get("num_attention_heads") or target["num_attention_heads"]
-    rope = rope_parameters(target)
-    scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
+    heads, kv_heads, head_dim = _heads(target, architecture)
+    parameters = rope.rope_parameters(target, head_dim)
+    scaling = {k: v for k, v in parameters.items() if k != "rope_theta"}
     return {
         **OWN,
         **{key: target[key] for key in COPIED if key in target},
+        "rms_norm_eps": epsilon,
         "intermediate_size": architecture.get("intermediate_size") or target["intermediate_size"],
         "num_attention_heads": heads,
-        "num_key_value_heads": architecture.get("num_key_value_heads")
-        or min(target.get("num_key_value_heads", heads), heads),
-        "head_dim": architecture.get("head_dim")
-        or target.get("head_dim")
-        or target["hidden_size"] // heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
         "draft_vocab_size": draft_vocab_size,
-        "rope_parameters": rope,
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": None if rope["rope_type"] == "default" else scaling,
+        "rope_parameters": parameters,
+        "rope_theta": parameters["rope_theta"],
+        "rope_scaling": None if parameters["rope_type"] == "default" else scaling,
         "torch_dtype": dtype,
         "eagle_config": {
             "use_aux_hidden_state": True,
@@ -77,25 +86,27 @@ def drafter_config(
     }
 
 
-def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """RoPE of a configuration in either form. Raises UserError if it names no base (10000 would be
-    a guess), or turns a part of each head only."""
-    found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = found.get("rope_theta", config.get("rope_theta"))
-    if theta is None:
-        raise UserError(
-            "the target's config.json has no rope_theta, neither at the top nor in rope_parameters"
+def _heads(target: dict[str, Any], architecture: dict[str, int | None]) -> tuple[int, int, int]:
+    """(query heads, key and value heads, head size). Raises UserError if they do not divide."""
+    size, latent = target["hidden_size"], bool(target.get("kv_lora_rank"))
+    own = target.get("num_attention_heads")
+    if latent:
+        head_dim = architecture.get("head_dim") or MLA_HEAD_DIM
+        heads = architecture.get("num_attention_heads") or max(1, size // head_dim)
+        kv_heads = architecture.get("num_key_value_heads") or math.gcd(heads, 8)
+    else:
+        heads = architecture.get("num_attention_heads") or own
+        head_dim = architecture.get("head_dim") or target.get("head_dim") or size // (own or heads)
+        kv_heads = architecture.get("num_key_value_heads") or math.gcd(
+            heads, target.get("num_key_value_heads") or heads
         )
-    found["rope_theta"] = theta
-    found["rope_type"] = found.pop("type", None) or found.get("rope_type", "default")
-    partial = found.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0
-    if partial != 1.0:
+    if heads % kv_heads or head_dim % 2:
         raise UserError(
-            f"the target turns {partial:.0%} of each head (partial_rotary_factor), a Llama "
-            "drafter all of it; such "
-            "targets are not supported"
+            f"a drafter with {heads} query heads, {kv_heads} key and value heads of size "
+            f"{head_dim} cannot be built; set num_attention_heads to a multiple of "
+            "num_key_value_heads and head_dim to an even number in train.architecture"
         )
-    return found
+    return heads, kv_heads, head_dim
 
 
 class Norm(nn.Module):
@@ -183,16 +194,7 @@ class Drafter(nn.Module):
         self.register_buffer(
             "draft_ids", d2t + torch.arange(len(d2t)), persistent=False
         )  # [D] target ids
-        width = config["head_dim"]
-        self.rotary = LlamaRotaryEmbedding(
-            transformers.LlamaConfig(
-                rope_parameters=config["rope_parameters"],
-                max_position_embeddings=config["max_position_embeddings"],
-                head_dim=width,
-                hidden_size=width,
-                num_attention_heads=1,
-            )
-        )
+        self.rotary = rope.rotary(config)
 
     def initialise(self, head: Tensor, seed: int) -> "Drafter":
         """Random weights of width 0.02, from `seed` alone; the head starts as the target's rows of

@@ -81,13 +81,18 @@ def unroll(drafter: Drafter, batch: Batch, steps: int, attention: Callable = Pac
 
 
 @torch.no_grad()
-def teacher(batch: Batch, targets: Tensor, head: Tensor) -> Tensor:
+def teacher(batch: Batch, targets: Tensor, head: Tensor, softcap: float | None = None) -> Tensor:
     """The target's logits [n, D] for the tokens at `targets`: x_u is predicted by the state at u -
     1.
 
     `head` [D, H] holds the rows of the draft vocabulary; `last` is after the final norm.
     """
-    return batch.last[targets - 1].to(head.dtype) @ head.T
+    return softcapped(batch.last[targets - 1].to(head.dtype) @ head.T, softcap)
+
+
+def softcapped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Logits as a model with `final_logit_softcapping` gives them; the order stays. In place."""
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
 def loss(
@@ -110,12 +115,12 @@ def loss(
 
 
 def scaled_loss(
-    drafter: Drafter, batch: Batch, head: Tensor, scale: Tensor
+    drafter: Drafter, batch: Batch, head: Tensor, scale: Tensor, softcap: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, its share per step [K], hits per step [K]): sums over supervised tokens, one of step k
     weighing scale[k]."""
     targets = supervised_targets(batch)
-    logits = teacher(batch, targets, head).float()  # [n, D]
+    logits = teacher(batch, targets, head, softcap).float()  # [n, D]
     total = sum(p.sum() for p in drafter.parameters()) * 0.0
     shares, right = torch.zeros_like(scale), torch.zeros_like(scale)
     for step, state in enumerate(unroll(drafter, batch, len(scale))):

@@ -10,6 +10,7 @@ from unittest import mock
 from eagle3.core.errors import UserError
 from eagle3.core.files import digest_file, digest_of, read_json
 from eagle3.core.progress import Progress
+from eagle3.target.configuration import readout, text_config
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -46,24 +47,8 @@ class Target:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """config.json; of multi-modal models the text part, with what it inherits from the top."""
-        config = read_json(self.path / "config.json")
-        if "text_config" in config:
-            outer = {
-                k: v
-                for k, v in config.items()
-                if k
-                in (
-                    "torch_dtype",
-                    "dtype",
-                    "tie_word_embeddings",
-                    "bos_token_id",
-                    "eos_token_id",
-                    "pad_token_id",
-                )
-            }
-            return {**outer, **config["text_config"]}
-        return config
+        """See `text_config`."""
+        return text_config(read_json(self.path / "config.json"))
 
     @property
     def hidden_size(self) -> int:
@@ -150,12 +135,27 @@ class Target:
         return self.tensor("embed_tokens.weight", "wte.weight")
 
     def head(self):
-        """Output projection [V, H]; the embedding where they are tied."""
-        if self.config.get("tie_word_embeddings") and not any(
-            n.endswith("lm_head.weight") for n in self._tensor_files
-        ):
-            return self.embedding()
-        return self.tensor("lm_head.weight")
+        """Output projection [V, H], the embedding where they are tied, times the factor that the
+        model multiplies its logits with: `softcapped(last @ head().T)` are the model's logits."""
+        factor, _ = readout(self.config)
+        if any(name.endswith("lm_head.bias") for name in self._tensor_files):
+            raise UserError(
+                f"the target at {self.path} adds lm_head.bias to its logits, which training does "
+                "not; such a target is not supported"
+            )
+        head = self.embedding() if self.head_is_tied else self.tensor("lm_head.weight")
+        return head if factor == 1 else (head.float() * factor).to(head.dtype)
+
+    @property
+    def head_is_tied(self) -> bool:
+        return bool(self.config.get("tie_word_embeddings")) and not any(
+            name.endswith("lm_head.weight") for name in self._tensor_files
+        )
+
+    @property
+    def softcap(self) -> float | None:
+        """Bound of the model's logits, None where there is none."""
+        return readout(self.config)[1]
 
 
 def convert_gguf(file: Path, folder: Path) -> None:
@@ -203,7 +203,7 @@ def describe(path: Path, params, outside: bool) -> dict[str, Any]:
     """target.json of the model at `path`. `outside`: the files stay where they are and are named by
     absolute path."""
     config = read_json(path / "config.json")
-    text = config.get("text_config", config)
+    text = text_config(config)
     for key in ("hidden_size", "vocab_size", "num_hidden_layers"):
         if key not in text:
             raise UserError(

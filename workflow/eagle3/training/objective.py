@@ -13,17 +13,19 @@ from eagle3.training.fused import unrolled
 
 
 class Objective(nn.Module):
-    """`drafter` against the target's output projection `head` [V, H], in the fast or the readable
+    """`drafter` against the target's output projection `head` [V, H], its logits
+    bounded by `softcap`, in the fast or the readable
     implementation."""
 
-    def __init__(self, drafter: Drafter, head: Tensor, params):
+    def __init__(self, drafter: Drafter, head: Tensor, params, softcap: float | None = None):
         super().__init__()
-        self.drafter, self.readable = (
-            drafter,
-            params.path == "readable" or drafter.config["hidden_act"] != "silu",
-        )
+        self.drafter, self.readable = drafter, params.path == "readable"
         self.recipe = unrolled.Recipe(
-            params.steps, getattr(torch, params.dtype), params.loss, params.matmul == "fp8"
+            params.steps,
+            getattr(torch, params.dtype),
+            params.loss,
+            params.matmul == "fp8",
+            softcap=softcap,
         )
         self.register_buffer("head", head, persistent=False)
         self.register_buffer(
@@ -52,7 +54,7 @@ class Objective(nn.Module):
                 self.drafter, batch, self.draft_head, replace(self.recipe, steps=len(scale)), scale
             )
         with self._autocast(batch.ids.device):
-            return ttt.scaled_loss(self.drafter, batch, self.draft_head, scale)
+            return ttt.scaled_loss(self.drafter, batch, self.draft_head, scale, self.recipe.softcap)
 
     @torch.no_grad()
     def hits(self, batch) -> Tensor:

@@ -70,6 +70,7 @@ class Trainer:
         checkpoints: Checkpoints,
         log: Callable[[str], None],
         start: dict[str, torch.Tensor] | None = None,
+        softcap: float | None = None,
     ):
         self.params, self.runtime, self.checkpoints, self.log = params, runtime, checkpoints, log
         self.start = start
@@ -86,7 +87,7 @@ class Trainer:
                 "processes share them "
                 f"out; make it a multiple, or set runtime.nproc_per_node: 1"
             )
-        self.drafter, self.objective = drafter, Objective(drafter, head, params)
+        self.drafter, self.objective = drafter, Objective(drafter, head, params, softcap)
         self.wrapped = self.processes.wrap(self.objective, runtime.parallel, ("hits",))
         self.weights = dict(drafter.named_parameters())
         self.optimizer = torch.optim.AdamW(

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from eagle3.core.errors import UserError
 from eagle3.drafter.model import Drafter
+from eagle3.drafter.ttt import softcapped
 from eagle3.training.fused import elementwise as ew
 from eagle3.training.fused.attention import CausalAttention
 from eagle3.training.fused.matmul import Product, weight_gradient
@@ -57,13 +57,14 @@ WEIGHTS = (
 @dataclass(frozen=True)
 class Recipe:
     """How the steps are computed: compute type, `fp8` products, `attention` kernel ('auto': the
-    device's), loss."""
+    device's), loss, bound of the target's logits."""
 
     steps: int
     dtype: torch.dtype
     loss: str = "soft_cross_entropy"
     fp8: bool = False
     attention: str = "auto"
+    softcap: float | None = None
 
 
 def loss(
@@ -74,11 +75,6 @@ def loss(
     `head` [D, H]: the target's rows of the draft vocabulary. `scale` [K]: weight of one supervised
     position of each step, decay**k / supervised positions. Sums, not means, so that parts of a
     batch add up."""
-    if drafter.config["hidden_act"] != "silu":
-        raise UserError(
-            f"the fast path has silu only, the drafter has {drafter.config['hidden_act']}; set "
-            "train.path: plain"
-        )
     named = dict(drafter.named_parameters())
     return _Unrolled.apply(drafter, layout, head, recipe, scale, *(named[name] for name in WEIGHTS))
 
@@ -165,7 +161,7 @@ def _forward(
     s.down = Product(cast["midlayer.mlp.down_proj.weight"], recipe.fp8)
     s.head = Product(cast["lm_head.weight"], recipe.fp8)
 
-    teacher = layout.last.to(dtype) @ head.to(dtype).T  # [s, D]
+    teacher = softcapped(layout.last.to(dtype) @ head.to(dtype).T, recipe.softcap)  # [s, D]
     teacher_lse, teacher_best = ew.log_sum_exp(teacher)
     teacher_best = teacher_best if best is None else best
     cos, sin = drafter.rope(torch.arange(layout.longest[1] + steps, device=layout.rows.device))
