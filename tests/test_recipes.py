@@ -13,19 +13,24 @@ from eagle3.core import params, sources
 from eagle3.core.errors import UserError
 from eagle3.core.schema import Dataset, Prompts, Source, Target
 from eagle3.hidden_states import shards
+from eagle3.preflight import checks
 from eagle3.prompts import prompts
 from eagle3.prompts import rows as conversations
 from eagle3.prompts.chat_template import Renderer
+from eagle3.target.configuration import text_config
 from eagle3.target.layers import IF_FIRST_IS_ONE, captured_layers, config_ids, convention_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = {path.stem: params.read_yaml(path) for path in sorted((ROOT / "recipes").glob("*.yaml"))}
 BLANKS = {
+    "glm-4.5-air": {"target.source": "revision of zai-org/GLM-4.5-Air"},
+    "gpt-oss-120b": {"target.source": "revision of openai/gpt-oss-120b"},
     "kimi-k2.5": {
         "target.source": "path of this source",
         "datasets.A2_kimi_k25_2000x.source": "path of this source",
     },
     "llama-3.1-8b": {},
+    "qwen3-30b-a3b": {"target.source": "revision of Qwen/Qwen3-30B-A3B"},
     "qwen3-8b": {},
 }
 
@@ -33,8 +38,12 @@ BLANKS = {
 def filled(content):
     """The recipe with something in every FILL-IN."""
     if isinstance(content, dict):
-        return {key: filled(value) for key, value in content.items()}
-    return "/somewhere" if content == "FILL-IN" else content
+        blank = {"revision": "0" * 40}
+        return {
+            key: blank.get(key, "/somewhere") if value == "FILL-IN" else filled(value)
+            for key, value in content.items()
+        }
+    return content
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -47,6 +56,16 @@ def test_a_recipe_is_right_but_for_its_named_blanks(name):
         for (key, what), line in zip(BLANKS[name].items(), lines):
             assert f"{key}: {what} is still FILL-IN" in line
     params.check(filled(RECIPES[name]))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_target_of_a_recipe_passes_what_stage_target_asks(name):
+    """tests/configs has the config.json of each, as published."""
+    config, said = json.loads((ROOT / f"tests/configs/{name}.json").read_text()), []
+    recipe = params.check(filled(RECIPES[name]))
+    checks.check_config(config, recipe, said.append)
+    text = text_config(config)
+    assert said and recipe.vocab.size < text["vocab_size"]
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -11,6 +11,7 @@ import pytest
 from eagle3.commands import plan, planpage
 from eagle3.commands.plan import Rates
 from eagle3.core import params as parameters
+from eagle3.core.errors import UserError
 from eagle3.core.files import write_json
 from eagle3.hidden_states import shards
 from eagle3.records import records
@@ -129,6 +130,11 @@ def test_memory_of_training_is_counted_from_the_drafters_shapes(in_tmp):
     h, heads = 7168, 64 * 128
     weights = 3 * h * h + 3 * heads * 2 * h + heads * h + 3 * 18432 * h + 4 * h + 32000 * h
     assert found["needed_by_train"] == 16 * weights + 2 * 4 * 163840 * h
+
+
+def test_a_target_that_stage_target_would_refuse_is_refused(in_tmp):
+    with pytest.raises(UserError, match="layers .2, 30, 61. do not fit a target of 61 layers"):
+        plan.make(kimi_params(in_tmp, hidden_states={"layers": [2, 30, 61]}), RATES, free=10**13)
 
 
 def test_finished_data_sets_refine_the_others(in_tmp):

@@ -9,16 +9,14 @@ The target is this project's, or any Hugging Face directory. Exit code 1 if some
 import _path  # noqa: F401, I001  (first: see there)
 import argparse
 import sys
-import tempfile
 from pathlib import Path
 
 from eagle3.commands import doctor
 from eagle3.core.errors import UserError
-from eagle3.core.files import read_json, write_json
-from eagle3.target.model import Target
+from eagle3.target.model import Target, model_config
 
 
-def open_target(folder: Path, scratch: Path) -> Target:
+def open_target(folder: Path) -> Target:
     """data/target, or a plain model folder, whose weights need no digest here."""
     if (folder / "target.json").exists():
         return Target(folder)
@@ -28,18 +26,15 @@ def open_target(folder: Path, scratch: Path) -> Target:
             "and "
             'ARGS="--target FOLDER" names another one'
         )
-    config = read_json(folder / "config.json")
-    architecture = (config.get("architectures") or ["none"])[0]
-    write_json(
-        scratch / "target.json",
+    return Target(
+        folder,
         {
-            "path": str(folder.resolve()),
-            "architecture": architecture,
+            "path": str(folder),
+            "architecture": (model_config(folder).get("architectures") or ["none"])[0],
             "dtype": "auto",
             "trust_remote_code": False,
         },
     )
-    return Target(scratch)
 
 
 def main() -> int:
@@ -50,10 +45,7 @@ def main() -> int:
     parser.add_argument("--target", type=Path, default=Path("data/target"))
     arguments = parser.parse_args()
     try:
-        with tempfile.TemporaryDirectory() as scratch:
-            findings = doctor.examine(
-                arguments.drafter, open_target(arguments.target, Path(scratch))
-            )
+        findings = doctor.examine(arguments.drafter, open_target(arguments.target))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -23,6 +23,10 @@ def byte_count(text: str) -> int:
     return int(float(match[1]) * UNITS[match[2]])
 
 
+def say(text: str) -> None:
+    print(f"plan: {text}", file=sys.stderr)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
@@ -46,7 +50,7 @@ def main() -> None:
             arguments.extract_rate or assumed.extract,
             arguments.train_rate or assumed.train,
         )
-        found = plan.make(params, rates, arguments.hidden_size, arguments.disk)
+        found = plan.make(params, rates, arguments.hidden_size, arguments.disk, log=say)
     except UserError as error:
         sys.exit(f"error: {error}")
     print(json.dumps(found, indent=2) if arguments.json else planpage.page(found), end="")

@@ -1,13 +1,16 @@
-"""target: brings the target model to data/target, or describes it where it lies."""
+"""target: checks that every stage can work with the target model, and brings it to data/target or
+describes it where it lies."""
 
 import _path  # noqa: F401, I001  (first: see there)
 import argparse
 from pathlib import Path
 
+from eagle3.core import params as parameters
 from eagle3.core import sources
 from eagle3.core.files import replacing, write_json
 from eagle3.core.stage import main, running
-from eagle3.target.model import convert_gguf, describe
+from eagle3.preflight import checks
+from eagle3.target.model import convert_gguf, describe, model_config
 
 
 def build(arguments: argparse.Namespace) -> None:
@@ -15,14 +18,16 @@ def build(arguments: argparse.Namespace) -> None:
         params = stage.params.target
         source = params.source
         path = sources.hub_snapshot(source) if source.hub else sources.local_path(source)
+        whole = parameters.load(arguments.params)
         with replacing(arguments.out) as folder:
             folder.mkdir(parents=True)
             if path.suffix == ".gguf":
                 stage.log(f"converting {path.name} to a Hugging Face directory")
                 convert_gguf(path, folder / "model")
-                info = describe(folder / "model", params, outside=False)
-            else:
-                info = describe(path, params, outside=True)
+                path = folder / "model"
+            checks.check_config(model_config(path), whole, stage.log)
+            checks.check_files(path, whole)
+            info = describe(path, params, outside=path != folder / "model")
             write_json(folder / "target.json", info)
         stage.log(
             f"{info['architecture']}, {info['num_layers']} layers, hidden size "

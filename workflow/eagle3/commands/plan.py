@@ -8,6 +8,7 @@ otherwise; the table says which."""
 import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,10 @@ from eagle3.core.schema import Dataset, Params
 from eagle3.drafter import export
 from eagle3.drafter.model import drafter_config
 from eagle3.hidden_states import shards
+from eagle3.preflight import checks
 from eagle3.target import layers
 from eagle3.target.configuration import text_config
+from eagle3.target.model import model_config
 
 # A row of raw_responses.jsonl: a prompt id as text with its comma, an answer id and its share of
 # the text.
@@ -132,17 +135,16 @@ def rows_wanted(name: str, dataset: Dataset, data: Path) -> int | None:
 
 
 def target_config(params: Params, data: Path) -> dict[str, Any]:
-    """The target's text configuration, from data/target or the local folder that params.yaml names;
-    may be empty."""
+    """The target's config.json, from data/target, the local folder that params.yaml names or the
+    hub; may be empty."""
     for folder in (
         data / "target/model",
         _described(data),
         Path(params.target.source.path or "/nowhere"),
     ):
         if folder and (folder / "config.json").exists():
-            config = read_json(folder / "config.json")
-            return {**text_config(config), "architectures": config.get("architectures")}
-    return {}
+            return model_config(folder)
+    return sources.hub_config(params.target.source) if params.target.source.hub else {}
 
 
 def _described(data: Path) -> Path | None:
@@ -157,12 +159,17 @@ def make(
     free: int | None = None,
     data: Path = Path("data"),
     work: Path = Path(".work"),
+    log: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """The plan as plain values. `free`: bytes of disk; what the disk of `data` has if not given.
 
     Where neither data/target, the target's folder nor `hidden_size` tells how wide the states are,
-    `width_known` is false, states count no bytes, and nothing is said of other settings."""
+    `width_known` is false, states count no bytes, and nothing is said of other settings. Raises
+    UserError for a target that stage `target` would refuse."""
     config = target_config(params, data)
+    if config:
+        checks.check_config(config, params, log)
+        config = {**text_config(config), "architectures": config.get("architectures")}
     width = hidden_size or config.get("hidden_size") or 0
     sets = estimates(params, data, work)
     token_bytes = {

@@ -547,6 +547,16 @@ class Params(Section):
                 "more than "
                 f"target.context_length {self.target.context_length}"
             )
+        asked = max(
+            self.prompts.max_prompt_tokens,
+            self.bench.max_prompt_tokens if self.bench.questions else 0,
+        )
+        if asked + self.bench.max_new_tokens > self.target.context_length:
+            raise ValueError(
+                f"bench.max_new_tokens {self.bench.max_new_tokens} after a prompt of {asked} "
+                "tokens (the larger of prompts.max_prompt_tokens and bench.max_prompt_tokens) is "
+                f"more than target.context_length {self.target.context_length}"
+            )
         layers = self.hidden_states.layers
         if layers is not None and (len(layers) != 3 or sorted(set(layers)) != layers):
             raise ValueError(

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from eagle3.core.errors import UserError
-from eagle3.core.files import replacing
+from eagle3.core.files import read_json, replacing
 from eagle3.core.schema import Source
 
 CACHE = Path(".work/sources")
@@ -241,6 +241,19 @@ def _hub_rows(source: Source) -> Iterator[tuple[int, dict]]:
         raise UserError(
             f"cannot read {source.hub} at {source.revision[:12]} from the hub: {error}"
         ) from None
+
+
+def hub_config(source: Source) -> dict:
+    """config.json of a model on the hub, a few kilobytes; empty where the hub cannot be reached."""
+    import huggingface_hub
+
+    try:
+        path = huggingface_hub.hf_hub_download(
+            source.hub, "config.json", revision=source.revision, etag_timeout=5
+        )
+        return read_json(path)
+    except Exception:  # the client raises dozens of kinds
+        return {}
 
 
 def hub_snapshot(source: Source) -> Path:

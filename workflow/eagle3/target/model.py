@@ -31,9 +31,10 @@ class Target:
     Shapes: `hidden_size` H, `vocab_size` V, `num_layers` N.
     """
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, info: dict[str, Any] | None = None):
+        """`info` stands in for target.json: of a model folder that has none."""
         self.folder = Path(folder)
-        self.info = read_json(self.folder / "target.json")
+        self.info = info or read_json(self.folder / "target.json")
         self.path = Path(self.info["path"]) if self.info.get("path") else self.folder / "model"
         if not (self.path / "config.json").exists():
             raise UserError(
@@ -84,16 +85,9 @@ class Target:
     def load_model(self, dtype: str | None = None):
         """The whole model through transformers, on the GPU if there is one, in evaluation mode."""
         import torch
-        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
         dtype = dtype or self.info["dtype"]
-        kind = read_json(self.path / "config.json").get("model_type")
-        multimodal = kind in CONFIG_MAPPING_NAMES and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        model = (
-            AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
-        ).from_pretrained(
+        model = model_class(read_json(self.path / "config.json")).from_pretrained(
             self.path,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             trust_remote_code=self.info["trust_remote_code"],
@@ -104,20 +98,29 @@ class Target:
     def _tensor_files(self) -> dict[str, Path]:
         index = self.path / "model.safetensors.index.json"
         if index.exists():
-            return {name: self.path / file for name, file in read_json(index)["weight_map"].items()}
-        from safetensors import safe_open
+            files = {n: self.path / file for n, file in read_json(index)["weight_map"].items()}
+            if missing := sorted({f.name for f in files.values() if not f.exists()}):
+                raise UserError(
+                    f"{self.path} lacks {', '.join(missing[:3])}, which its index names; download "
+                    "the model again"
+                )
+            return files
+        from safetensors import SafetensorError, safe_open
 
         file = self.path / "model.safetensors"
         if not file.exists():
-            raise UserError(f"{self.path} has neither model.safetensors nor an index of it")
-        with safe_open(file, "pt") as tensors:
-            return {name: file for name in tensors.keys()}
+            others = sorted(p.name for p in self.path.glob("*.bin")) or ["no other weights"]
+            raise UserError(
+                f"{self.path} has neither model.safetensors nor an index of it, but "
+                f"{', '.join(others[:3])}; save the model anew with save_pretrained of transformers"
+            )
+        try:
+            with safe_open(file, "pt") as tensors:
+                return {name: file for name in tensors.keys()}
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{file} cannot be read: {error}; download it again") from None
 
-    def tensor(self, *endings: str):
-        """The one tensor whose name ends so, read alone (never the whole target). Raises UserError
-        listing the endings."""
-        from safetensors import safe_open
-
+    def _find(self, *endings: str) -> str:
         for ending in endings:
             names = [
                 n
@@ -125,10 +128,30 @@ class Target:
                 if re.search(rf"(^|\.){re.escape(ending)}$", n) and "vision" not in n
             ]
             if names:
-                name = min(names, key=len)
-                with safe_open(self._tensor_files[name], "pt") as tensors:
-                    return tensors.get_tensor(name)
+                return min(names, key=len)
         raise UserError(f"the target at {self.path} has no tensor named {' or '.join(endings)}")
+
+    def tensor(self, *endings: str):
+        """The one tensor whose name ends so, read alone (never the whole target). Raises UserError
+        listing the endings."""
+        from safetensors import safe_open
+
+        name = self._find(*endings)
+        with safe_open(self._tensor_files[name], "pt") as tensors:
+            return tensors.get_tensor(name)
+
+    def shape_of(self, *endings: str) -> tuple[tuple[int, ...], str]:
+        """(shape, type as safetensors names it) of `tensor`, without its data. Raises UserError if
+        the file cannot be read."""
+        from safetensors import SafetensorError, safe_open
+
+        name = self._find(*endings)
+        try:
+            with safe_open(self._tensor_files[name], "pt") as tensors:
+                part = tensors.get_slice(name)
+                return tuple(part.get_shape()), part.get_dtype()
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{self._tensor_files[name]} cannot be read: {error}") from None
 
     def embedding(self):
         """Token embedding [V, H]."""
@@ -138,13 +161,18 @@ class Target:
         """Output projection [V, H], the embedding where they are tied, times the factor that the
         model multiplies its logits with: `softcapped(last @ head().T)` are the model's logits."""
         factor, _ = readout(self.config)
+        self.check_head()
+        head = self.embedding() if self.head_is_tied else self.tensor("lm_head.weight")
+        return head if factor == 1 else (head.float() * factor).to(head.dtype)
+
+    def check_head(self) -> None:
+        """Raises UserError if the model does more after its head than `head` and `softcap` say."""
+        readout(self.config)
         if any(name.endswith("lm_head.bias") for name in self._tensor_files):
             raise UserError(
                 f"the target at {self.path} adds lm_head.bias to its logits, which training does "
                 "not; such a target is not supported"
             )
-        head = self.embedding() if self.head_is_tied else self.tensor("lm_head.weight")
-        return head if factor == 1 else (head.float() * factor).to(head.dtype)
 
     @property
     def head_is_tied(self) -> bool:
@@ -156,6 +184,30 @@ class Target:
     def softcap(self) -> float | None:
         """Bound of the model's logits, None where there is none."""
         return readout(self.config)[1]
+
+
+def model_class(config: dict[str, Any]):
+    """The Auto class of transformers that loads a config.json with its language model's head."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind = config.get("model_type")
+    multimodal = kind in CONFIG_MAPPING_NAMES and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+
+
+def model_config(path: Path) -> dict[str, Any]:
+    """config.json of a model folder. Raises UserError if it has none that can be read."""
+    if not (path / "config.json").is_file():
+        raise UserError(
+            f"{path} has no config.json; target.source takes a GGUF file or a Hugging Face "
+            "directory"
+        )
+    found = read_json(path / "config.json")
+    if not isinstance(found, dict):
+        raise UserError(f"{path / 'config.json'} holds no mapping")
+    return found
 
 
 def convert_gguf(file: Path, folder: Path) -> None:
@@ -204,16 +256,8 @@ def describe(path: Path, params, outside: bool) -> dict[str, Any]:
     absolute path."""
     config = read_json(path / "config.json")
     text = text_config(config)
-    for key in ("hidden_size", "vocab_size", "num_hidden_layers"):
-        if key not in text:
-            raise UserError(
-                f"{path / 'config.json'} has no {key}; it is not a language model that can be "
-                "drafted for"
-            )
     weights = {}
-    files = sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".bin"))
-    if not files:
-        raise UserError(f"{path} has no weights (*.safetensors)")
+    files = sorted(path.glob("*.safetensors"))
     with Progress("target: digest of the weights", len(files), "files") as bar:
         for file in files:
             weights[file.name] = digest_file(file)
