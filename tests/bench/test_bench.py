@@ -122,7 +122,15 @@ def test_in_process(folder):
             "max_samples": 2,
         }
     }
-    done = run(folder, bench={"questions": questions, "repeats": 2, "min_accept_length": 1.0})
+    done = run(
+        folder,
+        bench={
+            "questions": questions,
+            "max_prompt_tokens": 128,
+            "repeats": 2,
+            "min_accept_length": 1.0,
+        },
+    )
     report = json.loads((folder / "data/bench/report.json").read_text())
     assert report["held_out"]["chat"] == {
         "source": "questions",
