@@ -12,6 +12,9 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
+# For a child process that imports our code and tests. Never a part of sys.path, whose order depends
+# on what other tests of the session have put there.
+PATHS = [str(ROOT), str(ROOT / "workflow"), str(ROOT / "tests")]
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' "
     "}}{% endfor %}"
