@@ -11,6 +11,7 @@ import tiny
 import tiny_drafter
 import torch
 from eagle3.commands import doctor
+from eagle3.core.files import digest_file
 from safetensors.torch import load_file, save_file
 
 
@@ -178,9 +179,58 @@ def test_random_embedding(broken, tiny_target):
     assert "differs from the target's" in text
 
 
+def test_an_embedding_that_is_a_little_another_is_looked_at(broken, tiny_target):
+    """A tolerance of a hundredth let pass what differs by half of a row's size."""
+    small = tiny_target.embedding() + 0.0095 * torch.randn(400, 32).sign()
+    text = found(
+        broken(lambda t: t.update({"embed_tokens.weight": small})),
+        tiny_target,
+        "embedding",
+        doctor.WARNING,
+    )
+    assert "of its rows differ" in text
+
+
+def test_what_it_was_trained_as_is_compared_with_both_values(sound, tiny_target, tmp_path):
+    """config.json, states and weights against training.json."""
+    folder = shutil.copytree(sound, tmp_path / "ours")
+    config = json.loads((folder / "config.json").read_text())
+    states = {"one": {"layers": [2, 4, 5], "convention": "plus_one"}}
+    training = {
+        "config": config,
+        "hidden_states": states,
+        "weights_digest": digest_file(folder / "model.safetensors"),
+    }
+    (folder / "training.json").write_text(json.dumps(training))
+    assert {f.verdict for f in doctor.examine(folder, tiny_target)} == {doctor.GOOD}
+    other = {**config, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}}
+    for changed, said in (
+        (other, r"[0, 2, 4] instead of [1, 3, 4], since the states of one are of layers [2, 4, 5]"),
+        ({k: v for k, v in config.items() if k != "eagle_config"}, "None instead of [1, 3, 4]"),
+        ({**config, "rms_norm_eps": 1e-3}, "rms_norm_eps 0.001 instead of 1e-06"),
+    ):
+        (folder / "config.json").write_text(json.dumps(changed))
+        (verdict,) = [f for f in doctor.examine(folder, tiny_target) if f.subject == "training"]
+        assert verdict.verdict == doctor.BAD and said in verdict.reason
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["fc.weight"][0, 0] += 1
+    save_file(tensors, folder / "model.safetensors")
+    assert "has digest" in found(folder, tiny_target, "training", doctor.BAD)
+
+
 def test_own_embedding_is_fine(broken, tiny_target):
     folder = broken(lambda t: t.update({"embed_tokens.weight": tiny_target.embedding().clone()}))
     assert {f.verdict for f in doctor.examine(folder, tiny_target)} == {doctor.GOOD}
+
+
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 
 
 @pytest.mark.parametrize(
@@ -196,8 +246,21 @@ def test_own_embedding_is_fine(broken, tiny_target):
         ({"rope_theta": ...}, "other form", doctor.WARNING),
         (
             {"rope_parameters": {"rope_theta": 5000.0, "rope_type": "linear", "factor": 4.0}},
+            "disagree",
+            doctor.BAD,
+        ),
+        (
+            {
+                "rope_parameters": {"rope_theta": 5000.0, "rope_type": "linear", "factor": 4.0},
+                "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+            },
             "rope_type",
             doctor.WARNING,
+        ),
+        (
+            {"rope_parameters": {**YARN, "rope_theta": 5000.0}, "rope_scaling": YARN},
+            "SGLang 0.5.14 computes cos and sin 1.139 times those of training",
+            doctor.BAD,
         ),
     ],
 )

@@ -1,5 +1,7 @@
 """Weights to start from. Alone: python -m pytest tests/training/test_warm_start.py"""
 
+import json
+
 import pytest
 import torch
 import training_parts as training
@@ -43,11 +45,11 @@ def test_what_does_not_fit_is_refused_by_name(in_tmp):
         UserError, match=r"midlayer.mlp.down_proj.weight is \(16, 24\) instead of \(16, 28\)"
     ):
         warm_start.from_drafter(training.make_drafter(intermediate_size=28)[0], in_tmp / "theirs")
-    with pytest.raises(UserError, match="rope_theta 50.0, the target has 60.0"):
-        warm_start.from_drafter(training.make_drafter(rope_theta=60.0)[0], in_tmp / "theirs")
     tensors = load_file(in_tmp / "theirs/model.safetensors")
+    config = (in_tmp / "theirs/config.json").read_text()
     for dropped, said in (("fc.weight", "fc.weight is missing"), ("d2t", "d2t is missing")):
         (in_tmp / dropped).mkdir()
+        (in_tmp / dropped / "config.json").write_text(config)
         save_file(
             {k: v for k, v in tensors.items() if k != dropped},
             in_tmp / dropped / "model.safetensors",
@@ -55,8 +57,51 @@ def test_what_does_not_fit_is_refused_by_name(in_tmp):
         with pytest.raises(UserError, match=said):
             warm_start.from_drafter(training.make_drafter()[0], in_tmp / dropped)
     (in_tmp / "empty").mkdir()
-    with pytest.raises(UserError, match="no \\*.safetensors"):
+    with pytest.raises(UserError, match="no .safetensors"):
         warm_start.from_drafter(training.make_drafter()[0], in_tmp / "empty")
+
+
+def nan(tensors):
+    tensors["norm.weight"][3] = float("nan")
+
+
+def negative(tensors):
+    tensors["d2t"][0] = -1
+
+
+@pytest.mark.parametrize(
+    "config, tensors, said",
+    [
+        ({"rope_theta": 60.0, "rope_parameters": ...}, None, "rope_theta 60.0 instead of 50.0"),
+        (
+            {"rope_parameters": {"rope_theta": 50.0, "rope_type": "linear", "factor": 2.0}},
+            None,
+            "RoPE's rope_type 'linear' instead of 'default'",
+        ),
+        ({"num_attention_heads": 2, "head_dim": 8, "num_key_value_heads": 1}, None, "head_dim 8 i"),
+        ({"rms_norm_eps": 1e-3}, None, "rms_norm_eps 0.001 instead of 1e-05"),
+        ({"norm_output": True}, None, "norm_output is True"),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}},
+            None,
+            r"layer_ids \[0, 1, 2\] instead of \[1, 2, 3\]",
+        ),
+        ({"eagle_config": ...}, None, r"layer_ids None instead of \[1, 2, 3\]"),
+        ({}, nan, "norm.weight holds NaN"),
+        ({}, negative, "does not rise"),
+    ],
+)
+def test_other_functions_of_the_same_shapes_are_refused(config, tensors, said, in_tmp):
+    published(in_tmp / "theirs")
+    found = json.loads((in_tmp / "theirs/config.json").read_text()) | config
+    found = {key: value for key, value in found.items() if value is not ...}
+    (in_tmp / "theirs/config.json").write_text(json.dumps(found))
+    if tensors:
+        loaded = load_file(in_tmp / "theirs/model.safetensors")
+        tensors(loaded)
+        save_file(loaded, in_tmp / "theirs/model.safetensors")
+    with pytest.raises(UserError, match=said):
+        warm_start.from_drafter(training.make_drafter()[0], in_tmp / "theirs")
 
 
 def test_least_squares_finds_a_linear_target():

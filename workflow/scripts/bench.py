@@ -11,7 +11,6 @@ from eagle3.bench import in_process as benching
 from eagle3.drafter import export
 from eagle3.bench import questions as held_out
 from eagle3.bench import verdict as judging
-from eagle3.target import layers
 from eagle3.bench import statistics as measuring
 from eagle3.bench import page
 from eagle3.bench import report
@@ -38,9 +37,8 @@ def build(arguments: argparse.Namespace) -> None:
         questions = read_questions(params, target, seen)
         prompts, counts = held_out.collect(arguments.records, params.max_prompts, seen, questions)
         drafter = export.load_drafter(arguments.drafter, target.embedding().float())
-        captured = layers.served_layers(
-            drafter.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"], states["convention"]
-        )
+        export.check_as_trained(arguments.drafter, drafter.config)
+        captured = states["layers"]
         variants = variants_of(params, arguments.drafter)
         if params.engine == "sglang":
             measured = serve(stage, target, prompts, variants)

@@ -187,7 +187,11 @@ def write(out: Path, done: Progressed, config: dict, identity: dict, made_with: 
                 "updates": done.update,
             },
         )
-        write_json(folder / "training.json", {**identity, "made_with": made_with})
+        digest = digest_file(folder / export.WEIGHTS)
+        write_json(
+            folder / "training.json",
+            {**identity, "weights_digest": digest, "made_with": made_with},
+        )
         with open(folder / "curves.csv", "w", newline="") as file:
             rows = csv.DictWriter(file, list(done.history[0]), lineterminator="\n")
             rows.writeheader()

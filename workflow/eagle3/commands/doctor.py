@@ -4,120 +4,70 @@ for published ones.
 SGLang skips tensors that it does not know, leaves missing ones random, and falls back to defaults,
 all in silence: a drafter that is not right serves, and accepts nothing."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from eagle3.bench.speculation import ALGORITHMS
+from eagle3.commands import doctor_config, doctor_tensors
+from eagle3.commands.findings import BAD, GOOD, WARNING, Finding
 from eagle3.core.errors import UserError
-from eagle3.core.files import read_json
-from eagle3.drafter.export import expected_shapes
-from eagle3.drafter.rope import rope_parameters
-from eagle3.target import layers
+from eagle3.drafter import export, published
 from eagle3.target.model import Target
 
-BAD, WARNING, GOOD = "wrong", "look", "fine"
-SHAPE_KEYS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-)
-
-
-@dataclass(frozen=True)
-class Finding:
-    """`verdict` of one examination: wrong (it will not work), look (it may not), fine. `remedy` is
-    empty if fine."""
-
-    subject: str
-    verdict: str
-    reason: str
-    remedy: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.verdict:5}  {self.subject}: {self.reason}" + (
-            f"\n       -> {self.remedy}" if self.remedy else ""
-        )
+__all__ = ["BAD", "GOOD", "WARNING", "Finding", "examine"]
 
 
 def examine(folder: str | Path, target: Target) -> list[Finding]:
     """All findings about the drafter in `folder` for `target`, in the order in which to mend them.
     Raises UserError if the folder has no readable config.json."""
     folder = Path(folder)
-    config = read_json(folder / "config.json")
+    config = published.read_config(folder)
     findings = [_algorithm(config)]
-    tensors, unreadable = _open(folder)
-    if unreadable:
-        return [*findings, unreadable]
-    config = {**config, "head_dim": config.get("head_dim") or _head_dim(config)}
-    findings += _sizes(config, target)
-    if not any(f.verdict == BAD and f.subject == "sizes" for f in findings):
-        findings += _names_and_shapes(tensors, config)
-    findings += _vocabulary(tensors, config, target)
-    findings += [
-        _embedding(tensors, target),
-        _layer_ids(config, target),
-        _rope(config, target),
-        _context(config, target),
-        _dtype(tensors, config, target),
-    ]
+    try:
+        tensors = published.read_tensors(folder)
+    except UserError as error:
+        reason, _, remedy = str(error).rpartition("; ")
+        return [*findings, Finding("weights", BAD, reason or remedy, remedy or "copy it again")]
+    if wrong := published.wrong_fields(config):
+        remedy = "copy them from the config.json of its training"
+        return [*findings, Finding("sizes", BAD, "; ".join(wrong), remedy)]
+    sizes = _sizes(config, target)
+    findings += sizes
+    if all(finding.verdict != BAD for finding in sizes):
+        findings += _guarded("tensors", lambda: doctor_tensors.names_and_shapes(tensors, config))
+    told = (folder / "training.json").exists()
+    for subject, examination in (
+        ("draft vocabulary", lambda: doctor_tensors.vocabulary(tensors, config, target)),
+        ("embedding", lambda: [doctor_tensors.embedding(tensors, target)]),
+        ("layer ids", lambda: [doctor_config.layer_ids(config, target, told)]),
+        ("RoPE", lambda: doctor_config.rotary(config, target)),
+        ("context", lambda: [doctor_config.context(config, target)]),
+        ("dtype", lambda: [_dtype(tensors, config, target)]),
+        ("training", lambda: _training(folder, config, tensors, target)),
+    ):
+        findings += _guarded(subject, examination)
     return findings
 
 
-def _head_dim(config: dict) -> int | None:
-    return (
-        config["hidden_size"] // config["num_attention_heads"]
-        if config.get("num_attention_heads")
-        else None
-    )
-
-
-def _open(folder: Path) -> tuple[dict[str, torch.Tensor], Finding | None]:
-    """Tensors by name, `midlayer.` for the one layer whatever the file calls it; or why they cannot
-    be read."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        other = (
-            ", ".join(p.name for p in sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt")))
-            or "nothing"
-        )
-        return {}, Finding(
-            "weights",
-            BAD,
-            f"there is no .safetensors file in {folder}, only {other}",
-            "convert the weights with safetensors.torch.save_file",
-        )
-    found = {}
-    for file in files:
-        try:
-            with safe_open(file, "pt") as tensors:
-                found |= {_usual(name): tensors.get_tensor(name) for name in tensors.keys()}
-        except (SafetensorError, OSError) as error:
-            return {}, Finding(
-                "weights", BAD, f"{file.name} cannot be read ({error})", "copy the file again"
-            )
-    return found, None
-
-
-def _usual(name: str) -> str:
-    """SGLang takes the layer as `midlayer.` and as `layers.0.`, and names with and without `model.`
-    in front.
-
-    >>> _usual("model.layers.0.mlp.up_proj.weight")
-    'midlayer.mlp.up_proj.weight'
-    """
-    name = name.removeprefix("model.")
-    return name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name
+def _guarded(subject: str, examination: Callable[[], list[Finding]]) -> list[Finding]:
+    """What an examination refuses, or a file holds that nobody thought of, is a verdict as well."""
+    try:
+        return examination()
+    except UserError as error:
+        return [Finding(subject, BAD, str(error), "write what it was trained with")]
+    except Exception as error:
+        reason = f"it cannot be judged ({type(error).__name__}: {error})"
+        return [Finding(subject, BAD, reason, "compare the files with docs/drafter.md")]
 
 
 def _algorithm(config: dict) -> Finding:
-    architecture = (config.get("architectures") or ["none"])[0]
-    if algorithm := ALGORITHMS.get(architecture):
+    named = config.get("architectures")
+    architecture = named[0] if isinstance(named, list) and named else named
+    algorithm = ALGORITHMS.get(architecture) if isinstance(architecture, str) else None
+    if algorithm:
         return Finding(
             "flag",
             GOOD,
@@ -127,343 +77,69 @@ def _algorithm(config: dict) -> Finding:
     return Finding(
         "flag",
         BAD,
-        f"config.json names the architecture {architecture}; known: {', '.join(ALGORITHMS)}",
+        f"config.json names the architecture {architecture!r}; known: {', '.join(ALGORITHMS)}",
         "if it is an EAGLE-3 drafter of one Llama layer, set architectures to "
-        f"{list(ALGORITHMS)}; other layouts "
-        "(EAGLE-2, MLA layers) need another engine class and are not judged here",
+        f"{list(ALGORITHMS)}; other layouts (EAGLE-2, MLA layers) need another engine class and "
+        "are not judged here",
     )
 
 
 def _sizes(config: dict, target: Target) -> list[Finding]:
-    missing = [
-        key for key in (*SHAPE_KEYS, "draft_vocab_size", "rms_norm_eps") if not config.get(key)
+    found = [
+        Finding(
+            "sizes",
+            BAD,
+            f"{key} is {config[key]}, the target's {target.config[key]}",
+            "this drafter belongs to another target",
+        )
+        for key in ("hidden_size", "vocab_size")
+        if config[key] != target.config[key]
     ]
-    if missing:
-        return [
-            Finding(
-                "sizes",
-                BAD,
-                f"config.json lacks {', '.join(missing)}",
-                "copy them from the one of training",
-            )
-        ]
-    found = []
-    for key in ("hidden_size", "vocab_size"):
-        if config[key] != target.config[key]:
-            found.append(
-                Finding(
-                    "sizes",
-                    BAD,
-                    f"{key} is {config[key]}, the target's {target.config[key]}",
-                    "this drafter belongs to another target",
-                )
-            )
-    if config.get("num_hidden_layers") != 1:
+    if odd := published.odd_switches(config):
         found.append(
             Finding(
                 "sizes",
                 WARNING,
-                f"num_hidden_layers is {config.get('num_hidden_layers')}",
-                "an EAGLE-3 drafter has one layer; the engine would build more and leave them "
-                "random",
+                f"{'; '.join(odd)}: SGLang builds another layer than the plain one",
+                "write the plain values, unless it was trained as such a layer",
             )
         )
     return found or [Finding("sizes", GOOD, "hidden size and vocabulary are the target's")]
 
 
-def _names_and_shapes(tensors: dict[str, torch.Tensor], config: dict) -> list[Finding]:
-    expected = expected_shapes(config)
-    optional = {"embed_tokens.weight", "t2d"}
-    missing = sorted(expected.keys() - tensors.keys() - optional)
-    if config["draft_vocab_size"] == config["vocab_size"]:
-        missing = [name for name in missing if name != "d2t"]
-    unknown = sorted(tensors.keys() - expected.keys() - optional)
-    found = []
-    if missing:
-        found.append(
-            Finding(
-                "tensors",
-                BAD,
-                f"{', '.join(missing)} missing; SGLang would leave them random without a word",
-                "export them; a head left out by accident is the commonest case",
-            )
-        )
-    if unknown:
-        remedy = (
-            f"rename them to {', '.join(missing)}"
-            if missing
-            else "drop them, or find out what trained with them"
-        )
-        found.append(
-            Finding(
-                "tensors",
-                BAD if missing else WARNING,
-                f"{', '.join(unknown)} unknown; SGLang would skip them",
-                remedy,
-            )
-        )
-    for name, shape in expected.items():
-        if name in tensors and tuple(tensors[name].shape) != shape:
-            what = f"{name} is {tuple(tensors[name].shape)} instead of {shape}"
-            if name == "fc.weight":
-                found.append(
-                    Finding(
-                        "tensors",
-                        BAD,
-                        f"{what}: fc must read three captured states, 3 x {shape[0]} wide",
-                        "a square fc is EAGLE-2's: train with three captured layers",
-                    )
-                )
-            else:
-                found.append(
-                    Finding(
-                        "tensors",
-                        BAD,
-                        what,
-                        "the configuration and the weights are of different drafters",
-                    )
-                )
-    broken = [
-        name for name, t in tensors.items() if t.is_floating_point() and not torch.isfinite(t).all()
-    ]
-    if broken:
-        found.append(
-            Finding(
-                "tensors", BAD, f"{', '.join(broken)} hold NaN or inf", "take an earlier checkpoint"
-            )
-        )
-    return found or [
-        Finding(
-            "tensors", GOOD, f"all {len(expected)} names and shapes are as the engine loads them"
-        )
-    ]
-
-
-def _vocabulary(tensors: dict[str, torch.Tensor], config: dict, target: Target) -> list[Finding]:
-    draft, full = config.get("draft_vocab_size"), target.vocab_size
-    d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
-    if d2t is None:
-        if draft == full:
+def _training(
+    folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], target: Target
+) -> list[Finding]:
+    """Against training.json, which this project writes beside its drafters; without one, whether
+    the layer is one that this project would build for the target."""
+    if (folder / "training.json").exists():
+        try:
+            export.check_as_trained(folder, config)
+        except UserError as error:
             return [
-                Finding("draft vocabulary", GOOD, "the drafter has the target's whole vocabulary")
+                Finding("training", BAD, str(error), "take config.json and weights of one training")
             ]
-        return [
-            Finding(
-                "draft vocabulary",
-                BAD,
-                f"{draft} draft tokens and no d2t: draft id i would be taken for target "
-                f"id i, so only the first {draft} ids could ever be drafted",
-                "export d2t (target id minus draft id)",
-            )
-        ]
-    d2t = d2t.long()
-    ids = d2t + torch.arange(len(d2t))
-    if not _is_map(ids, full):
-        if _is_map(d2t, full):
-            return [
-                Finding(
-                    "draft vocabulary",
-                    BAD,
-                    "d2t holds target ids; SGLang adds the draft id to it, so that every "
-                    "draft would be another token",
-                    "store d2t - arange(len(d2t))",
-                )
-            ]
-        return [
-            Finding(
-                "draft vocabulary",
-                BAD,
-                f"d2t plus draft id does not rise within the target's {full} ids",
-                "the map is of another tokenizer, or damaged; build it anew",
-            )
-        ]
-    found = []
-    if draft is not None and draft < full and bool((d2t == 0).all()):
-        found.append(
-            Finding(
-                "draft vocabulary",
-                WARNING,
-                f"d2t is all zeros: the draft vocabulary is the first {draft} ids",
-                "a map was never computed; the most frequent tokens of the training answers "
-                "cover far more",
-            )
-        )
-    if t2d is not None and not (
-        t2d.dtype == torch.bool and torch.equal(t2d.nonzero().flatten(), ids)
-    ):
-        found.append(
-            Finding(
-                "draft vocabulary",
-                BAD,
-                f"d2t names {len(ids)} target ids, t2d marks {int(t2d.bool().sum())}, "
-                "and they are not the same ones",
-                "take both from one build",
-            )
-        )
-    lost = [i for i in target.stop_ids if i not in set(ids.tolist())]
-    if lost:
-        found.append(
-            Finding(
-                "draft vocabulary",
-                WARNING,
-                f"the stop tokens {lost} are outside it, so the end of an answer is never drafted",
-                "build it with all special and byte tokens",
-            )
-        )
-    return found or [
-        Finding(
-            "draft vocabulary",
-            GOOD,
-            f"d2t maps {len(ids)} draft ids to rising target ids, t2d agrees",
-        )
-    ]
-
-
-def _is_map(ids: torch.Tensor, vocab_size: int) -> bool:
-    return bool(
-        len(ids) and ids.min() >= 0 and ids.max() < vocab_size and (ids[1:] > ids[:-1]).all()
-    )
-
-
-def _embedding(tensors: dict[str, torch.Tensor], target: Target) -> Finding:
-    own = tensors.get("embed_tokens.weight")
-    if own is None:
-        return Finding(
-            "embedding",
-            GOOD,
-            "none in the file: SGLang shares the target's (vLLM needs it in the file)",
-        )
-    wanted = target.embedding()
-    if own.shape == wanted.shape and torch.allclose(
-        own.float(), wanted.float(), atol=1e-2, rtol=1e-2
-    ):
-        return Finding("embedding", GOOD, "the file's is the target's")
-    return Finding(
-        "embedding",
-        WARNING,
-        "the file's differs from the target's: SGLang overwrites it, another engine would use it",
-        "leave it out, unless the drafter was trained with it",
-    )
-
-
-def _layer_ids(config: dict, target: Target) -> Finding:
-    eagle = config.get("eagle_config") or {}
-    ids = eagle.get("eagle_aux_hidden_state_layer_ids")
-    default = layers.captured_layers(target.num_layers)
-    convention = layers.convention_of(target.info["architecture"])
-    if eagle.get("use_aux_hidden_state") is False:
-        return Finding(
-            "layer ids",
-            BAD,
-            "eagle_config.use_aux_hidden_state is false, so no states are captured",
-            "set it to true: fc reads three states",
-        )
-    if ids is None:
-        return Finding(
-            "layer ids",
-            WARNING,
-            f"config.json names none; SGLang captures the inputs of layers {default}",
-            "write the ids that it was trained with into "
-            "eagle_config.eagle_aux_hidden_state_layer_ids",
-        )
-    if len(ids) != 3:
-        return Finding(
-            "layer ids",
-            BAD,
-            f"{ids} are {len(ids)} layers; fc reads three",
-            "write the three of training",
-        )
-    served = layers.served_layers(ids, convention)
-    if sorted(set(served)) != served or served[0] < 0 or served[-1] >= target.num_layers:
-        return Finding(
-            "layer ids",
-            BAD,
-            f"{ids} make {target.info['architecture']} capture the inputs of layers {served}, "
-            f"but the target has {target.num_layers}",
-            f"the defaults {default} are written {layers.config_ids(default, convention)} for it",
-        )
-    shifted = layers.PLUS_ONE if convention != layers.PLUS_ONE else layers.IF_FIRST_IS_ONE
-    if served != default and layers.served_layers(ids, shifted) == default:
-        return Finding(
-            "layer ids",
-            WARNING,
-            f"{ids} make {target.info['architecture']} capture the inputs of layers "
-            f"{served}; under the other convention they would be the defaults {default}",
-            f"if it was trained on {default}, write {layers.config_ids(default, convention)}",
-        )
-    return Finding(
-        "layer ids",
-        GOOD,
-        f"{ids} make {target.info['architecture']} capture the inputs of layers {served} "
-        f"(convention {convention})",
-    )
-
-
-def _rope(config: dict, target: Target) -> Finding:
-    wanted = rope_parameters(target.config)
-    try:
-        found = rope_parameters(config)
-    except UserError:
-        return Finding(
-            "RoPE",
-            BAD,
-            "config.json names no rope_theta; readers fall back to 10000, the target has "
-            f"{wanted['rope_theta']:g}",
-            f"write rope_theta {wanted['rope_theta']:g}, if it was trained with it",
-        )
-    forms = {
-        "rope_theta": config.get("rope_theta"),
-        "rope_parameters.rope_theta": (config.get("rope_parameters") or {}).get("rope_theta"),
-    }
-    given = {name: value for name, value in forms.items() if value is not None}
-    if len(set(given.values())) > 1:
-        return Finding(
-            "RoPE",
-            BAD,
-            f"the two forms disagree: {given}; old and new readers would use different ones",
-            "write the one of training in both",
-        )
+        return [Finding("training", GOOD, "config.json and weights are those of training.json")]
+    own = {key: target.config.get(key) for key in ("rms_norm_eps",)}
     differing = [
-        f"{key} {found.get(key)!r} instead of {wanted.get(key)!r}"
-        for key in sorted(wanted.keys() | found.keys())
-        if found.get(key) != wanted.get(key)
+        f"{key} {config.get(key)!r} instead of {value!r}"
+        for key, value in own.items()
+        if value is not None and config.get(key) != value
     ]
+    head_dim = target.config.get("head_dim")
+    if head_dim and not target.config.get("kv_lora_rank") and config["head_dim"] != head_dim:
+        differing.append(f"head_dim {config['head_dim']} instead of {head_dim}")
     if differing:
-        verdict = BAD if any(text.startswith("rope_theta") for text in differing) else WARNING
-        return Finding(
-            "RoPE",
-            verdict,
-            f"{'; '.join(differing)} (the target's)",
-            "copy the target's, unless the drafter was trained with its own: then leave it",
-        )
-    if len(given) < 2:
-        return Finding(
-            "RoPE",
-            WARNING,
-            f"only {next(iter(given))} is written; readers of the other form fall back to 10000",
-            "write both rope_theta and rope_parameters",
-        )
-    return Finding(
-        "RoPE",
-        GOOD,
-        f"base {wanted['rope_theta']:g}, type {wanted['rope_type']} as the target's, in both forms",
-    )
-
-
-def _context(config: dict, target: Target) -> Finding:
-    own, wanted = (
-        config.get("max_position_embeddings"),
-        target.config.get("max_position_embeddings"),
-    )
-    if own is None or (wanted and own < wanted):
-        return Finding(
-            "context",
-            BAD,
-            f"max_position_embeddings is {own}, the target's {wanted}; past it drafts are noise, "
-            "or the server refuses to start",
-            f"write {wanted}",
-        )
-    return Finding("context", GOOD, f"{own} positions, enough for the target's {wanted}")
+        return [
+            Finding(
+                "training",
+                WARNING,
+                f"{'; '.join(differing)} (the target's), and no training.json says that it was "
+                "trained so",
+                "compare with the configuration of its training",
+            )
+        ]
+    return []
 
 
 def _dtype(tensors: dict[str, torch.Tensor], config: dict[str, Any], target: Target) -> Finding:

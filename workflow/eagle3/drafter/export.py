@@ -12,9 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle3.core.errors import UserError
-from eagle3.core.files import read_json, replacing, write_json
+from eagle3.core.files import digest_file, read_json, replacing, write_json
+from eagle3.drafter import published
 from eagle3.drafter.model import Drafter
 from eagle3.records.draft_vocab import check_consistent
+from eagle3.target import layers
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
@@ -101,6 +103,32 @@ def read(folder: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     tensors = load_file(Path(folder) / WEIGHTS)
     check_complete(tensors, config)
     return tensors, config
+
+
+def check_as_trained(folder: str | Path, config: dict[str, Any]) -> None:
+    """Whether config.json and weights are those of the training.json beside them, and the layers
+    those of the states. Raises UserError naming what differs, with both values."""
+    folder = Path(folder)
+    training = read_json(folder / "training.json")
+    if not isinstance(training, dict):
+        raise UserError(f"{folder / 'training.json'} holds no mapping")
+    wrong = []
+    if isinstance(trained := training.get("config"), dict):
+        wrong = published.differences(config, trained)
+    ids = published.layer_ids(config)
+    for name, states in (training.get("hidden_states") or {}).items():
+        if "layers" in states and "convention" in states:
+            wanted = layers.config_ids(states["layers"], states["convention"])
+            if ids != wanted:
+                wrong.append(
+                    f"{published.LAYER_IDS} {ids} instead of {wanted}, since the states of {name} "
+                    f"are of layers {states['layers']}"
+                )
+    digest = training.get("weights_digest")
+    if digest and digest != (found := digest_file(folder / WEIGHTS)):
+        wrong.append(f"{WEIGHTS} has digest {found[:12]} instead of {digest[:12]}")
+    if wrong:
+        raise UserError(f"{folder} is not as it was trained: {'; '.join(wrong)}")
 
 
 def load_drafter(folder: str | Path, embedding: torch.Tensor) -> Drafter:

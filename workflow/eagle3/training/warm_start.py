@@ -1,22 +1,22 @@
 """Weights to start from: a published drafter, or a fit in closed form to the data."""
 
 import copy
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from eagle3.core.errors import UserError
 from eagle3.core.files import digest_file
+from eagle3.drafter import published
 from eagle3.drafter.model import Drafter
 
 SELF_SCORE = (
     12.0  # attention score of a position with itself after `least_squares`; others are near 0
 )
+OTHER_IN_A_WARM_START = ("draft_vocab_size", "max_position_embeddings")
 
 
 def digest(folder: str | None) -> dict[str, str] | None:
@@ -50,16 +50,9 @@ def from_drafter(drafter: Drafter, folder: str | Path) -> int:
 
     Row i of a head belongs to target id i + d2t[i]; rows go to the draft id that has the same
     target id here. Ids that it does not draft keep the rows they have. Raises UserError naming
-    tensors that are missing or of another shape."""
-    folder = Path(folder)
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise UserError(f"train.warm_start names {folder}, which has no *.safetensors")
-    found = {
-        name.removeprefix("model.").replace("layers.0.", "midlayer.", 1): t
-        for file in files
-        for name, t in load_file(file).items()
-    }
+    tensors and every field of config.json that do not fit: the same shapes with another head split,
+    RoPE or layers are weights of another function."""
+    found, config = published.read_tensors(folder), published.read_config(folder)
     weights = dict(drafter.named_parameters())
     wrong = [f"{name} is missing" for name in weights.keys() - found.keys()]
     wrong += [
@@ -67,21 +60,25 @@ def from_drafter(drafter: Drafter, folder: str | Path) -> int:
         for name, p in weights.items()
         if name in found and name != "lm_head.weight" and found[name].shape != p.shape
     ]
-    rows = found.get("lm_head.weight")
-    if rows is not None and "d2t" not in found and len(rows) != len(drafter.t2d):
-        wrong.append(
-            f"d2t is missing, and its head has {len(rows)} rows, not the {len(drafter.t2d)} of "
-            "the target"
-        )
+    wrong += published.broken(found) + published.wrong_fields(config)
+    if not wrong:
+        wrong += published.differences(config, drafter.config, OTHER_IN_A_WARM_START)
     if wrong:
         raise UserError(
-            f"train.warm_start: {folder} does not fit this drafter: {'; '.join(sorted(wrong))}"
+            f"train.warm_start: {folder} does not fit this drafter: {'; '.join(sorted(wrong))}; "
+            "train.architecture, hidden_states.layers and the target decide what this drafter has"
         )
-    _check_rope(drafter, folder)
+    rows, theirs = found["lm_head.weight"], torch.arange(len(drafter.t2d))
+    if "d2t" in found:
+        theirs = published.draft_ids(found["d2t"], len(drafter.t2d))
+    if len(rows) != len(theirs) or rows.shape[1:] != weights["lm_head.weight"].shape[1:]:
+        raise UserError(
+            f"train.warm_start: {folder} has a head of {list(rows.shape)} for {len(theirs)} draft "
+            f"tokens{'' if 'd2t' in found else ', as d2t is missing'}"
+        )
     for name, parameter in weights.items():
         if name != "lm_head.weight":
             parameter.copy_(found[name])
-    theirs = torch.arange(len(rows)) + (found["d2t"].long() if "d2t" in found else 0)
     place = torch.full((len(drafter.t2d),), -1)
     place[theirs] = torch.arange(len(theirs))
     source = place[drafter.draft_ids.cpu()]
@@ -90,17 +87,6 @@ def from_drafter(drafter: Drafter, folder: str | Path) -> int:
         drafter.fc.weight
     )
     return int(known.sum())
-
-
-def _check_rope(drafter: Drafter, folder: Path) -> None:
-    path = folder / "config.json"
-    config = json.loads(path.read_text()) if path.exists() else {}
-    theta = config.get("rope_theta") or (config.get("rope_parameters") or {}).get("rope_theta")
-    ours = drafter.config["rope_theta"]
-    if theta is not None and float(theta) != float(ours):
-        raise UserError(
-            f"train.warm_start: {folder} was trained with rope_theta {theta}, the target has {ours}"
-        )
 
 
 @torch.no_grad()
