@@ -49,6 +49,7 @@ from eagle3.hidden_states import shards
 from eagle3.hidden_states.layout import bytes_per_token
 from eagle3.records import records
 from eagle3.records.records import Record
+from eagle3.serving.client import Client
 from eagle3.target import layers as layer_numbers
 from eagle3.target.model import Target, describe
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -87,12 +88,12 @@ class PlainJob:
 class PlainClient(SglangCapture):
     """The same client, wanting no states: its requests' ids are foreign to the hooks."""
 
-    async def _send(self, session, url, pending, folders):
+    async def _send(self, client, pending, folders):
         body = {
             "input_ids": [p.job.record.input_ids for p in pending],
             "sampling_params": {"max_new_tokens": 1, "temperature": 0},
         }
-        assert not await self._post(session, url, body)
+        assert not await self._post(client, body)
         for one in pending:
             one.complete.set()
 
@@ -355,7 +356,7 @@ class Bench:
             with serving(subject.path, options, {**flags, **more_flags}, log) as url:
                 plain, capture = (
                     PlainClient([url], options.concurrency),
-                    SglangCapture([url], options.concurrency),
+                    SglangCapture([Client(url)], options.concurrency),
                 )
 
                 def prefill(rows) -> dict[str, float]:

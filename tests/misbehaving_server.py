@@ -17,6 +17,7 @@ the prompt alone, as a greedy model would, and does what the JSON in the variabl
     deaf            ignore SIGTERM
     worker          start a child process, as SGLang's schedulers are
     tokens          length of every answer
+    key             the API key that it wants; it repeats what it got in refusals
 
 The file in the variable EVENTS gets one line for each whole answer: the digest of its prompt's ids.
 """
@@ -56,6 +57,13 @@ class Server:
         self.events = open(os.environ["EVENTS"], "a") if os.environ.get("EVENTS") else None
         self.chance = random.Random()
 
+    @web.middleware
+    async def wants_key(self, request: web.Request, handler) -> web.StreamResponse:
+        given, key = request.headers.get("Authorization"), self.misbehave.get("key")
+        if key and given != f"Bearer {key}":
+            return web.Response(status=401, text=f"no good key: {given}")
+        return await handler(request)
+
     def happens(self, name: str) -> bool:
         return self.chance.random() < self.misbehave.get(name, 0)
 
@@ -93,7 +101,13 @@ class Server:
             os._exit(139)
         if self.misbehave.get("reject") in ids:
             return web.json_response(
-                {"error": {"message": "this prompt is not for us"}}, status=400
+                {
+                    "error": {
+                        "message": "this prompt is not for us: "
+                        + request.headers.get("Authorization", "")
+                    }
+                },
+                status=400,
             )
         if self.happens("refuse"):
             return web.Response(
@@ -204,7 +218,7 @@ def main() -> None:
     if misbehave.get("worker"):
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     server = Server(flags, misbehave)
-    app = web.Application(client_max_size=1 << 30)
+    app = web.Application(client_max_size=1 << 30, middlewares=[server.wants_key])
     app.router.add_post("/generate", server.generate)
     app.router.add_get("/model_info", server.model_info)
     app.router.add_get(

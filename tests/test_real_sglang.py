@@ -134,7 +134,7 @@ def test_a_prompt_that_is_too_long_is_an_error_at_once(running, embedded, settin
 
 
 def test_status_reads_its_metrics(running):
-    [line] = status.of_server([])
+    [line] = status.of_server(schema.Server())
     assert "ready for" in line and "running" in line and "KV cache" in line
 
 
@@ -151,7 +151,7 @@ def test_the_client_killed_in_the_middle_aborts_its_requests(running, embedded, 
     with pytest.raises(Enough):
         answers(embedded, settings, [*endless, requests[4]], stop)
     begun = time.monotonic()
-    wait_until(lambda: "running 0" in status.metrics(running.urls[0]), 60)
+    wait_until(lambda: "running 0" in status.metrics(running.client(running.urls[0])), 60)
     assert time.monotonic() - begun < 60
 
 

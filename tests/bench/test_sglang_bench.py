@@ -211,7 +211,7 @@ def test_a_server_that_is_gone_is_a_refusal_and_its_requests_are_errors():
     with pytest.raises(UserError, match="does not answer"):
         client.settings()
     rows, _ = client.answers([{"dataset": "a", "id": "1", "prompt_ids": [1]}], 1, 4)
-    assert "ClientConnector" in rows[0].error
+    assert "no_connection" in rows[0].error
 
 
 def test_aborted_answers_are_errors():

@@ -19,6 +19,7 @@ from eagle3.core.errors import UserError
 from eagle3.hidden_states import shards
 from eagle3.hidden_states.shards import ShardWriter
 from eagle3.records.records import Record
+from eagle3.serving.client import Client
 from eagle3.target import layers as layer_numbers
 from transformers import AutoModelForCausalLM
 
@@ -71,7 +72,7 @@ def test_states_equal_transformers(server):
     (root / "set").mkdir(exist_ok=True)
     writer = ShardWriter(root / "set", "k", rows, H, "float32")
     finished = []
-    SglangCapture([url], concurrency=16).run(
+    SglangCapture([Client(url)], concurrency=16).run(
         (Job(writer, row) for row in range(len(rows))), finished.append
     )
     assert len(finished) == len(rows) and not writer.problems
@@ -89,7 +90,7 @@ def test_a_refused_row_is_its_own_error(server):
     rows = records([20, 600, 21])
     (root / "long").mkdir(exist_ok=True)
     writer = ShardWriter(root / "long", "k", rows, H, "float32")
-    SglangCapture([url], concurrency=16, patience=5).run(
+    SglangCapture([Client(url)], concurrency=16, patience=5).run(
         (Job(writer, row) for row in range(3)), lambda job: None
     )
     assert set(writer.problems) == {1} and "refuses the row: 400" in writer.problems[1]
@@ -103,7 +104,7 @@ def test_a_width_that_is_not_3h_stops_the_run(server):
     (root / "wide").mkdir(exist_ok=True)
     writer = ShardWriter(root / "wide", "k", records([9]), 48, "float32")
     with pytest.raises(UserError, match="captured width is .* not 3 x 48"):
-        SglangCapture([url], concurrency=16).run(iter([Job(writer, 0)]), lambda job: None)
+        SglangCapture([Client(url)], concurrency=16).run(iter([Job(writer, 0)]), lambda job: None)
     writer.discard()
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import server_parts as serving
 import tiny
+from eagle3.core import schema
 from eagle3.responses import status
 from eagle3.serving import server
 
@@ -83,20 +84,20 @@ def test_rows_made_elsewhere_and_none_at_all(project):
 
 def test_the_server_with_its_metrics_and_without(project):
     target = serving.make_target(project / "target")
-    assert status.of_server([]) == ["server: none was started here"]
+    assert status.of_server(schema.Server()) == ["server: none was started here"]
     with server.lease(serving.server_settings(), target, log=lambda text: None) as lease:
-        [line] = status.of_server([])
+        [line] = status.of_server(schema.Server())
         assert (
             "ready for 0:0" in line
             and "0 restarts, running 0, queued 0, KV cache 25%, tokens/s 123" in line
         )
         assert (
-            status.of_server([lease.urls[0], "http://127.0.0.1:9"])[1]
+            status.of_server(schema.Server(endpoints=[lease.urls[0], "http://127.0.0.1:9"]))[1]
             == "server http://127.0.0.1:9: no answer"
         )
     serving.wait_until(lambda: server.read_state()["phase"] == "stopped")
     serving.wait_until(lambda: not server.alive(server.read_state()))
-    assert status.of_server([])[0].endswith(": stopped")
+    assert status.of_server(schema.Server())[0].endswith(": stopped")
 
 
 def test_a_server_on_another_machine_of_a_shared_folder_is_told_from_ours(project):
@@ -106,7 +107,7 @@ def test_a_server_on_another_machine_of_a_shared_folder_is_told_from_ours(projec
     (folder / "state.json").write_text(
         json.dumps({"phase": "ready", "supervisor": [os.getpid(), 1], "url": "http://x"})
     )
-    [line] = status.of_server([])
+    [line] = status.of_server(schema.Server())
     assert (
         line.startswith("server on another-machine: ready when it last wrote, 0:0")
         and server.read_state() == {}
@@ -154,6 +155,6 @@ def test_a_terminal_is_redrawn(project, monkeypatch):
 
     monkeypatch.setattr(status.time, "sleep", sleep)
     with pytest.raises(KeyboardInterrupt):
-        status.watch(["own"], [], 1, shown)
+        status.watch(["own"], schema.Server(), 1, shown)
     assert shown.getvalue().count("\x1b[H\x1b[2J") == 3
     assert os.linesep in shown.getvalue()

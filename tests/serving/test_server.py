@@ -63,7 +63,7 @@ def test_a_lease_is_a_server_that_generates_and_leaves_nothing(target, monkeypat
     begun = time.monotonic()
     with server.lease(serving.server_settings(), target, log=lambda text: None) as lease:
         assert time.monotonic() - begun > 1.5
-        assert supervisor.generates(lease.urls[0], 5)
+        assert lease.client(lease.urls[0]).generates(5)
         state = server.read_state()
         members = group_of(state)
         assert len(members) == 2  # the server and its worker
@@ -175,7 +175,7 @@ def test_the_server_ends_with_its_supervisor_and_the_lease_says_so(target, monke
         state = server.read_state()
         members = group_of(state)
         os.kill(state["supervisor"][0], signal.SIGKILL)
-        wait_until(lambda: all(map(gone, members)), 10)
+        wait_until(lambda: all(map(gone, [*members, state["supervisor"][0]])), 10)
         with pytest.raises(UserError, match="the supervisor of the server ended"):
             lease.state(lease.urls[0])
 

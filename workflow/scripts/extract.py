@@ -92,9 +92,8 @@ def capturing(target: Target, captured: list[int], convention: str, stage: Stage
     try:
         with lease(settings, target, flags, environment, stage.log) as held:
             yield SglangCapture(
-                held.urls,
+                [held.client(url, runtime.request_timeout) for url in held.urls],
                 runtime.concurrency,
-                runtime.request_timeout,
                 runtime.max_attempts,
                 recover=lambda: held.wait(settings.start_timeout),
             )

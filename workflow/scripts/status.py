@@ -34,14 +34,14 @@ def main() -> None:
         print(status.as_json(names))
     elif arguments.watch:
         with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
-            status.watch(names, content.server.endpoints, arguments.watch)
+            status.watch(names, content.server, arguments.watch)
     else:
         given = [
             f"{name}: its answers are given, nothing to generate"
             for name in content.datasets
             if name not in names
         ]
-        print("\n".join([*status.lines(names, content.server.endpoints), *given]))
+        print("\n".join([*status.lines(names, content.server), *given]))
 
 
 if __name__ == "__main__":

@@ -6,11 +6,10 @@ import json
 import time
 from typing import Any
 
-import aiohttp
-
 from eagle3.bench.figures import Served
 from eagle3.bench.statistics import Prompt
 from eagle3.core.errors import UserError
+from eagle3.serving.client import Client, Failure
 
 
 class BenchClient:
@@ -21,39 +20,18 @@ class BenchClient:
 
     def settings(self) -> dict[str, Any]:
         """The server's own description of itself. Raises UserError if it gives none."""
-        for path in ("/server_info", "/get_server_info"):
-            status, text = asyncio.run(self._call("GET", path))
-            if status == 200:
-                return json.loads(text)
-        raise UserError(
-            f"{self.url} answers {status} to /server_info and /get_server_info, so the arms "
-            "cannot be compared; "
-            "is this a SGLang server?"
-        )
+        return Client(self.url).info()
 
     def flush(self, tries: int = 20) -> None:
         """Empties the prefix cache. A server that still works on something refuses; it is asked
         again for a while."""
         for _ in range(tries):
-            status, text = asyncio.run(self._call("POST", "/flush_cache"))
-            if status == 200:
+            if not (reason := Client(self.url).flush()):
                 return
             time.sleep(0.25)
         raise UserError(
-            f"{self.url} does not flush its cache ({status}: {text[:100]}); something else is "
-            "using this server"
+            f"{self.url} does not flush its cache ({reason}); something else is using this server"
         )
-
-    async def _call(self, method: str, path: str) -> tuple[int, str]:
-        try:
-            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as session:
-                async with session.request(method, self.url + path) as response:
-                    return response.status, await response.text()
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise UserError(
-                f"the server at {self.url} does not answer {path}: {error or 'timeout'}; see its "
-                "log"
-            ) from None
 
     def answers(
         self,
@@ -70,17 +48,11 @@ class BenchClient:
     async def _answers(self, prompts, concurrency, max_new_tokens, repeat, stream):
         waiting = iter(prompts)
         rows: list[Served] = []
-        # An event of a stream is one line with all tokens so far: longer than the default buffer
-        # for long answers.
-        async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
-            read_bufsize=1 << 24,
-            timeout=aiohttp.ClientTimeout(self.timeout),
-        ) as session:
+        async with Client(self.url, timeout=self.timeout) as client:
 
             async def work():
                 for prompt in waiting:
-                    rows.append(await self._answer(session, prompt, max_new_tokens, repeat, stream))
+                    rows.append(await self._answer(client, prompt, max_new_tokens, repeat, stream))
 
             start = time.perf_counter()
             await asyncio.gather(*(work() for _ in range(concurrency)))
@@ -88,7 +60,7 @@ class BenchClient:
         return rows, wall
 
     async def _answer(
-        self, session, prompt: Prompt, max_new_tokens: int, repeat: int, stream: bool
+        self, client: Client, prompt: Prompt, max_new_tokens: int, repeat: int, stream: bool
     ) -> Served:
         body = {
             "input_ids": prompt["prompt_ids"],
@@ -97,40 +69,20 @@ class BenchClient:
         }
         row = Served(prompt["dataset"], prompt["id"], repeat)
         start = time.perf_counter()
+
+        def note_first(event: bytes) -> None:
+            if row.first is None and json.loads(event).get("output_ids"):
+                row.first = time.perf_counter() - start
+
         try:
-            async with session.post(f"{self.url}/generate", json=body) as response:
-                if response.status != 200:
-                    row.error = f"{response.status}: {(await response.text())[:200]}"
-                    return row
-                if stream:
-                    answer, row.first = await _read_stream(response, start)
-                else:
-                    answer = await response.json(content_type=None)
+            answer = await client.generate(body, note_first)
             row.seconds = time.perf_counter() - start
             read_answer(row, answer)
-        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
+        except Failure as failure:
+            row.error = str(failure)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             row.error = f"{type(error).__name__}: {error}"
         return row
-
-
-async def _read_stream(response, start: float) -> tuple[dict[str, Any], float | None]:
-    """(last event of a stream, seconds to the first one that holds a token). Raises ValueError on
-    an error event.
-
-    Each event holds all tokens so far. An event of server-sent events may arrive in pieces;
-    `readline` joins them."""
-    answer: dict[str, Any] = {}
-    first = None
-    while line := await response.content.readline():
-        line = line.strip()
-        if not line.startswith(b"data:") or line.endswith(b"[DONE]"):
-            continue
-        answer = json.loads(line[5:])
-        if "error" in answer:
-            raise ValueError(str(answer["error"])[:200])
-        if first is None and answer.get("output_ids"):
-            first = time.perf_counter() - start
-    return answer, first
 
 
 def read_answer(row: Served, answer: dict[str, Any]) -> None:

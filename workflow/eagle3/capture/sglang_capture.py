@@ -11,6 +11,7 @@ on their way to the shard, the next are sent. Three times `concurrency` rows are
 """
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -22,11 +23,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
 from eagle3.capture.sglang_hooks import ACKS, PREFIX
 from eagle3.capture.transformers_capture import Job
 from eagle3.core.errors import UserError
+from eagle3.serving.client import Client, Failure
 
 ROWS = 8  # in one HTTP call
 POLL = 0.005
@@ -90,7 +90,7 @@ class Pending:
 
 
 class SglangCapture:
-    """Sends jobs to the servers at `urls`, `concurrency` rows at once.
+    """Sends jobs to the servers of `clients`, `concurrency` rows at once.
 
     `recover` is called when a server does not answer; it returns when it is back, or raises
     UserError."""
@@ -99,19 +99,14 @@ class SglangCapture:
 
     def __init__(
         self,
-        urls: list[str],
+        clients: list[Client],
         concurrency: int = 128,
-        request_timeout: float = 3600,
         max_attempts: int = 5,
         patience: float = 60,
         recover: Callable[[], None] = lambda: None,
     ):
-        self.urls, self.calls = urls, max(2, concurrency // ROWS)
-        self.request_timeout, self.max_attempts, self.patience = (
-            request_timeout,
-            max_attempts,
-            patience,
-        )
+        self.clients, self.calls = clients, max(2, concurrency // ROWS)
+        self.max_attempts, self.patience = max_attempts, patience
         self.recover, self.root = recover, ""
         self.waiting: dict[str, Pending] = {}
 
@@ -119,26 +114,22 @@ class SglangCapture:
         asyncio.run(self._run(jobs, done))
 
     async def _run(self, jobs: Iterator[Job], done: Callable[[Job], None]) -> None:
-        timeout = aiohttp.ClientTimeout(total=self.request_timeout)
         # One thread takes jobs: making one may wait for the disk. Others hash the rows that are
         # complete.
         with ThreadPoolExecutor(1) as taker, ThreadPoolExecutor(4) as hashers:
-            async with aiohttp.ClientSession(
-                timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
-            ) as session:
+            async with contextlib.AsyncExitStack() as connections:
+                for client in self.clients:
+                    await connections.enter_async_context(client)
                 if not self.root:
                     self.root = os.path.commonpath(
-                        [await self._checked_root(session, url) for url in self.urls]
+                        [await self._checked_root(client) for client in self.clients]
                     )
                 folders: dict[str, int] = {}
                 taken: asyncio.Queue[list[Job]] = asyncio.Queue(self.calls)
                 reader = asyncio.create_task(self._read_acks(folders, hashers))
                 calls = asyncio.gather(
                     self._take(jobs, taker, taken),
-                    *(
-                        self._call(session, n, taken, done, hashers, folders)
-                        for n in range(self.calls)
-                    ),
+                    *(self._call(n, taken, done, hashers, folders) for n in range(self.calls)),
                 )
                 try:
                     finished, _ = await asyncio.wait(
@@ -151,23 +142,11 @@ class SglangCapture:
                     calls.cancel()
                     await asyncio.gather(reader, calls, return_exceptions=True)
 
-    async def _checked_root(self, session, url: str) -> str:
+    async def _checked_root(self, client: Client) -> str:
         """The folder under which a server's hooks write. Raises UserError if it was not started for
         this."""
-        for path in ("/server_info", "/get_server_info"):
-            async with session.get(url + path) as answer:
-                if answer.status == 200:
-                    info = await answer.json()
-                    break
-        else:
-            raise UserError(
-                f"the server at {url} does not say how it was started (no /server_info)"
-            )
-        info = (
-            {**info, **info.get("server_args", {})}
-            if isinstance(info.get("server_args"), dict)
-            else info
-        )
+        info = await asyncio.to_thread(client.info)
+        url = client.url
         if not info.get("disable_radix_cache"):
             raise UserError(
                 f"the server at {url} has its prefix cache on, so cached tokens would have no "
@@ -200,28 +179,25 @@ class SglangCapture:
         for _ in range(self.calls):
             await taken.put([])
 
-    async def _call(
-        self, session, number: int, taken: asyncio.Queue, done, hashers, folders
-    ) -> None:
+    async def _call(self, number: int, taken: asyncio.Queue, done, hashers, folders) -> None:
         """One of the calls that are under way at the same time: sends rows, and the next when these
         are answered and the states of those before are written."""
-        url, settling = self.urls[number % len(self.urls)], asyncio.create_task(asyncio.sleep(0))
+        client = self.clients[number % len(self.clients)]
+        settling = asyncio.create_task(asyncio.sleep(0))
         try:
             while rows := await taken.get():
                 pending = [Pending(job) for job in rows]
-                await self._send(session, url, pending, folders)
+                await self._send(client, pending, folders)
                 await settling
                 settling = asyncio.create_task(
-                    self._settle(session, url, pending, done, hashers, folders)
+                    self._settle(client, pending, done, hashers, folders)
                 )
             await settling
         finally:
             settling.cancel()
             await asyncio.gather(settling, return_exceptions=True)
 
-    async def _settle(
-        self, session, url: str, pending: list[Pending], done, hashers, folders
-    ) -> None:
+    async def _settle(self, client: Client, pending: list[Pending], done, hashers, folders) -> None:
         """Waits for the states of rows that were answered, asks once more for those that have none,
         and calls all done."""
         await self._written(pending)
@@ -230,16 +206,14 @@ class SglangCapture:
                 p for p in pending if not p.complete.is_set()
             ]:  # alone, so that no row fails for another's sake
                 one.problem, one.refused = "", False
-                await self._send(session, url, [one], folders)
+                await self._send(client, [one], folders)
                 await self._written([one])
         for one in pending:
             if not one.complete.is_set() and one.problem:
                 one.job.writer.problems.setdefault(one.job.row, one.problem)
             await asyncio.get_running_loop().run_in_executor(hashers, done, one.job)
 
-    async def _send(
-        self, session, url: str, pending: list[Pending], folders: dict[str, int]
-    ) -> None:
+    async def _send(self, client: Client, pending: list[Pending], folders: dict[str, int]) -> None:
         """Sends rows in one request and waits for its answer."""
         for one in pending:
             part = one.job.writer.path.resolve()
@@ -258,7 +232,7 @@ class SglangCapture:
             "input_ids": [p.job.record.input_ids for p in pending],
             "sampling_params": {"max_new_tokens": 1, "temperature": 0},
         }
-        if problem := await self._post(session, url, body):
+        if problem := await self._post(client, body):
             for one in pending:
                 one.problem, one.refused = problem, True
 
@@ -273,26 +247,23 @@ class SglangCapture:
                 one.problem = one.problem or "the server answered, but wrote no states"
             self.waiting.pop(one.rid, None)
 
-    async def _post(self, session, url: str, body: dict[str, Any]) -> str:
+    async def _post(self, client: Client, body: dict[str, Any]) -> str:
         """Why the server refuses the request; empty if it answered. Raises UserError when it stays
         away."""
         for attempt in range(self.max_attempts):
             try:
-                async with session.post(f"{url}/generate", json=body) as answer:
-                    text = await answer.text()
-                    if answer.status == 200:
-                        return ""
-                    if 400 <= answer.status < 500 and answer.status not in (408, 425, 429):
-                        return f"the server refuses the row: {answer.status} {text[:200]}"
-                    reason = f"{answer.status} {text[:200]}"
-            except (aiohttp.ClientError, TimeoutError) as error:
-                reason = f"{type(error).__name__} {error}"
+                await client.generate(body)
+                return ""
+            except Failure as failure:
+                if not failure.again:
+                    return f"the server refuses the row: {failure}"
+                reason = str(failure)
             await asyncio.sleep(min(30, 2**attempt))
             await asyncio.to_thread(self.recover)
         raise UserError(
-            f"the server at {url} gave no answer in {self.max_attempts} tries (last: {reason}); "
-            "finished shards are "
-            "kept: see the server's log and run the same command again"
+            f"the server at {client.url} gave no answer in {self.max_attempts} tries (last: "
+            f"{reason}); finished shards are kept: see the server's log and run the same command "
+            "again"
         )
 
     async def _read_acks(self, folders: dict[str, int], hashers: ThreadPoolExecutor) -> None:

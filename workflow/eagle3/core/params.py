@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from eagle3.core import secrets
 from eagle3.core.errors import UserError
 from eagle3.core.files import canonical_json
 from eagle3.core.schema import Params, is_runtime
@@ -103,7 +104,10 @@ def _explain(path, item: dict) -> str:
         )
     if item["type"] == "literal_error" and value in RENAMED:
         return f"{path}: {key}: {value} is now called {RENAMED[value]}"
-    shown = f" is {value!r}" if not isinstance(value, (dict, BaseModel)) else ""
+    hidden = isinstance(value, (dict, BaseModel)) or any(
+        secrets.is_secret(str(part), value) for part in item["loc"]
+    )
+    shown = "" if hidden else f" is {value!r}"
     return f"{path}: {key}{shown}: {message[0].lower() + message[1:]}"
 
 

@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from eagle3.core import secrets
+
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 
 
@@ -438,6 +440,12 @@ class Server(Section):
     endpoints: list[str] = Field(
         [], description="Servers that already run; if given, none is started."
     )
+    api_key_env: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
+        description="Environment variable that holds the API key of `server.endpoints`; the key "
+        "itself stands in no file.",
+    )
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(
         30000,
@@ -474,6 +482,12 @@ class Server(Section):
     warm: bool = Field(
         False, description="Start the server while data sets are still being prepared."
     )
+
+    @model_validator(mode="after")
+    def _no_secrets(self):
+        if problem := secrets.problem_of(self):
+            raise ValueError(problem)
+        return self
 
 
 class Runtime(Section):

@@ -6,54 +6,29 @@ server."""
 
 import asyncio
 import contextlib
-import json
 import random
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import aiohttp
-
 from eagle3.core.errors import UserError
 from eagle3.responses.engines import Request, Result
 from eagle3.responses.slots import Slots
+from eagle3.serving.client import BUSY, REFUSED, Client, Failure
 from eagle3.serving.server import FOLDER, SERVERS, Lease, lease
 from eagle3.target.model import Target
 
-BUSY = (
-    408,
-    425,
-    429,
-    503,
-)  # "later": tried again for as long as the request's time lasts, at no cost in tries
 STREAM_INTERVAL = 64  # tokens between signs of life of a request
 LONGEST_PAUSE = 30.0
-
-
-class Again(Exception):
-    """This try failed, another may not. `costs`: it counts as one of the row's tries. `down`: the
-    server is suspect."""
-
-    def __init__(self, reason: str, detail: str = "", costs: bool = True, down: bool = False):
-        super().__init__(f"{reason}: {detail}")
-        self.reason, self.detail, self.costs, self.down = reason, detail, costs, down
-
-
-class Permanent(Exception):
-    """The server turned the row down, and will again."""
-
-    def __init__(self, reason: str, detail: str):
-        super().__init__(detail)
-        self.reason, self.detail = reason, detail[:500]
 
 
 class Endpoint:
     """A server's address with the requests that it is working on. `down`: no requests until it is
     ready again."""
 
-    def __init__(self, url: str):
-        self.url = url
+    def __init__(self, client: Client):
+        self.client, self.url = client, client.url
         self.down_since: float | None = None
         self.probe: asyncio.Future | None = None  # the question whether it is ready again
         self.deadlines: set[asyncio.Timeout] = set()  # one for each request in flight
@@ -121,7 +96,7 @@ class SGLangEngine:
         asyncio.run(self._run(iter(requests), on_result))
 
     async def _run(self, requests, on_result) -> None:
-        self.endpoints = [Endpoint(url) for url in self.server.urls]
+        self.endpoints = [Endpoint(self.server.client(url)) for url in self.server.urls]
         if (
             self.server.folder is None
         ):  # the lease waited for one of them; each is compared with the target before its use
@@ -138,13 +113,9 @@ class SGLangEngine:
             2: asyncio.Semaphore(max(1, self.runtime.concurrency // 16)),
             3: asyncio.Semaphore(1),
         }
-        # No limit of the client's own: a request's time runs from when it is sent, never from when
-        # it queues.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3)  # less than the server's 5 s
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=30)
-        async with aiohttp.ClientSession(
-            connector=connector, timeout=timeout, trust_env=False
-        ) as self.session:
+        async with contextlib.AsyncExitStack() as connections:
+            for endpoint in self.endpoints:
+                await connections.enter_async_context(endpoint.client)
             workers = asyncio.gather(
                 *[self._work(requests, on_result, slots) for _ in range(self.runtime.concurrency)]
             )
@@ -186,15 +157,12 @@ class SGLangEngine:
                 try:
                     ids, reason = await self._ask(last, request)
                     return Result(request, ids, reason, tries=tries + deaths + 1)
-                except Permanent as failure:
-                    return Result(
-                        request,
-                        error=failure.reason,
-                        detail=failure.detail,
-                        tries=tries + deaths + 1,
-                    )
-                except Again as failure:
+                except Failure as failure:
                     again = failure
+            if not again.again:
+                return Result(
+                    request, error=again.reason, detail=again.detail, tries=tries + deaths + 1
+                )
             self.counts[again.reason] += 1
             last.failures += 1
             tries += again.costs
@@ -207,7 +175,7 @@ class SGLangEngine:
                 or time.monotonic() - begun > patience
             ):
                 return Result(
-                    request, error=again.reason, detail=again.detail[:500], tries=tries + deaths
+                    request, error=again.reason, detail=again.detail, tries=tries + deaths
                 )
             if again.down:
                 last.take_down()
@@ -223,7 +191,7 @@ class SGLangEngine:
         return min([e for e in up if e is not last] or up, key=lambda e: len(e.deadlines))
 
     async def _ask(self, endpoint: Endpoint, request: Request) -> tuple[list[int], str]:
-        """(ids, "stop" or "length"). Raises Again or Permanent."""
+        """(ids, "stop" or "length"). Raises Failure."""
         # names this try: an answer to an earlier one is no answer
         identity = f"{request.key}-{time.monotonic_ns():x}"
         body = {
@@ -236,31 +204,15 @@ class SGLangEngine:
         try:
             async with deadline:
                 endpoint.deadlines.add(deadline)
-                async with self.session.post(f"{endpoint.url}/generate", json=body) as response:
-                    if response.status != 200:
-                        text = (await response.text())[:500]
-                        if response.status in BUSY:
-                            raise Again("busy", f"HTTP {response.status} {text}", costs=False)
-                        if response.status >= 500:
-                            raise Again(f"http_{response.status}", text)
-                        raise Permanent(f"http_{response.status}", text)
-                    last = await self._last_event(endpoint, response)
-            return checked(last, request, identity, self.target.vocab_size)
+                answer = await endpoint.client.generate(body, lambda event: endpoint.alive())
+            return checked(answer, request, identity, self.target.vocab_size, endpoint.client)
         except TimeoutError:
             if endpoint.down_since:
-                raise Again(
+                raise Failure(
                     "server_died", "it gave no token and was given up", costs=False, down=True
                 ) from None
-            raise Again(
+            raise Failure(
                 "timeout", f"no whole answer in {self.runtime.request_timeout:.0f} s"
-            ) from None
-        except aiohttp.ClientConnectorError as error:
-            raise Again("no_connection", str(error), costs=False, down=True) from None
-        except aiohttp.ClientPayloadError as error:
-            raise Again("cut", str(error), down=True) from None
-        except (aiohttp.ClientError, ConnectionError) as error:
-            raise Again(
-                "server_died", f"{type(error).__name__} {error}", costs=False, down=True
             ) from None
         finally:
             endpoint.deadlines.discard(deadline)
@@ -280,20 +232,6 @@ class SGLangEngine:
                 "sampling_seed": request.seed,
             }
         return params
-
-    async def _last_event(self, endpoint: Endpoint, response) -> bytes:
-        """The last event of the stream: the whole answer. Earlier ones are signs of life and are
-        not even parsed."""
-        last, rest = b"", b""
-        async for chunk in response.content.iter_any():
-            endpoint.alive()
-            *lines, rest = (rest + chunk).split(b"\n")
-            for line in lines:
-                if line.startswith(b"data:"):
-                    if line[5:].strip() == b"[DONE]":
-                        return last
-                    last = line[5:]
-        raise Again("cut", "the stream ended without its end mark")
 
     async def _watch(self) -> None:
         """Brings back servers that are down, and gives up those that hold requests and give no
@@ -342,47 +280,41 @@ class SGLangEngine:
 
 
 def checked(
-    event: bytes, request: Request, identity: str, vocab_size: int
+    answer: Any, request: Request, identity: str, vocab_size: int, client: Client
 ) -> tuple[list[int], str]:
-    """(ids, "stop" or "length") of an answer that is whole and belongs to `request`. Raises Again
-    or Permanent."""
+    """(ids, "stop" or "length") of an answer that is whole and belongs to `request`. Raises
+    Failure."""
     try:
-        answer = json.loads(event)
-        if "error" in answer:
-            error = answer["error"]
-            message = str(error.get("message", error) if isinstance(error, dict) else error)
-            raise Permanent("refused_by_server", message)
         meta, ids = answer["meta_info"], answer["output_ids"]
         finish = meta["finish_reason"]
         kind = finish["type"]
         if kind == "abort":
             status, message = finish.get("status_code"), str(finish.get("message"))
-            if status == 400:
-                raise Permanent("http_400", message)
-            raise Again("busy" if status in BUSY else "aborted", message, costs=status not in BUSY)
+            known = status in (*BUSY, *REFUSED)
+            raise client.failure(status, message) if known else Failure("aborted", message)
         whole = isinstance(ids, list) and ids and all(type(i) is int for i in ids)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Again("garbage", f"{type(error).__name__} in {event[:200]!r}") from None
+        raise Failure("garbage", f"{type(error).__name__} in {str(answer)[:200]!r}") from None
     if meta.get("id") not in (None, identity):
-        raise Again("wrong_row", f"the answer is for request {meta['id']}")
+        raise Failure("wrong_row", f"the answer is for request {meta['id']}")
     if kind not in ("stop", "length") or not whole:
-        raise Again("garbage", f"finish reason {kind!r}, {len(ids or [])} ids")
+        raise Failure("garbage", f"finish reason {kind!r}, {len(ids or [])} ids")
     if kind == "stop" and isinstance(finish.get("matched"), int) and ids[-1] != finish["matched"]:
-        raise Again(
+        raise Failure(
             "wrong_ids", f"stopped at token {finish['matched']}, but the last id is {ids[-1]}"
         )
     if max(ids) >= vocab_size or min(ids) < 0:
-        raise Again("wrong_ids", f"id {max(ids)} in a vocabulary of {vocab_size}")
+        raise Failure("wrong_ids", f"id {max(ids)} in a vocabulary of {vocab_size}")
     if len(ids) > request.max_new_tokens or meta.get("completion_tokens", len(ids)) != len(ids):
-        raise Again(
+        raise Failure(
             "wrong_ids",
             f"{len(ids)} ids, {meta.get('completion_tokens')} counted, {request.max_new_tokens} "
             "asked",
         )
     if kind == "length" and len(ids) < request.max_new_tokens:
-        raise Again("wrong_ids", f"cut at {len(ids)} ids, {request.max_new_tokens} asked")
+        raise Failure("wrong_ids", f"cut at {len(ids)} ids, {request.max_new_tokens} asked")
     if meta.get("prompt_tokens", len(request.prompt_ids)) != len(request.prompt_ids):
-        raise Again(
+        raise Failure(
             "wrong_row",
             f"the server saw {meta['prompt_tokens']} prompt ids, not {len(request.prompt_ids)}",
         )

@@ -14,8 +14,8 @@ from eagle3.core.files import read_json, write_json
 from eagle3.core.process import start_time
 from eagle3.core.progress import Progress, duration
 from eagle3.responses import responses
+from eagle3.serving.client import Client, api_key
 from eagle3.serving.server import FOLDER, SERVERS, alive, read_state
-from eagle3.serving.supervisor import OPENER
 
 EVERY = 2.0  # seconds between two writes
 METRICS = {
@@ -144,10 +144,15 @@ def of_dataset(name: str) -> str:
     return f"{name}: {how}, " + ", ".join(parts)
 
 
-def of_server(endpoints: list[str]) -> list[str]:
-    """A line for each server: its health, running requests, use of the KV cache."""
-    if endpoints:
-        return [f"server {url}: {metrics(url) or 'no answer'}" for url in endpoints]
+def of_server(settings) -> list[str]:
+    """A line for each server of the section `server`: its health, running requests, use of the KV
+    cache."""
+    if settings.endpoints:
+        key = api_key(settings)
+        return [
+            f"server {url}: {metrics(Client(url, key)) or 'no answer'}"
+            for url in settings.endpoints
+        ]
     elsewhere = [
         f"server on {path.parent.name}: {read_json(path)['phase']} when it last wrote, "
         f"{duration(time.time() - path.stat().st_mtime)} ago"
@@ -174,21 +179,17 @@ def _of_own_server(state: dict[str, Any]) -> list[str]:
     since = duration(time.time() - state["since"])
     line = f"server {state['url']}: {state['phase']} for {since}, {state['restarts']} restarts"
     if state["phase"] == "ready":
-        line += f", {metrics(state['url']) or 'no metrics'}"
+        line += f", {metrics(Client(state['url'])) or 'no metrics'}"
     return [
         line
         + (f" (the last: {state['last_crash'].splitlines()[0]})" if state.get("last_crash") else "")
     ]
 
 
-def metrics(url: str) -> str:
+def metrics(client: Client) -> str:
     """Running and queued requests, KV-cache use and throughput from a server's metrics page; ""
     without one."""
-    try:
-        with OPENER.open(f"{url}/metrics", timeout=3) as page:
-            text = page.read().decode(errors="replace")
-    except OSError:
-        return ""
+    text = client.metrics()
     found = []
     for name, label in METRICS.items():
         values = [
@@ -204,14 +205,14 @@ def metrics(url: str) -> str:
     return ", ".join(found)
 
 
-def lines(datasets: list[str], endpoints: list[str]) -> list[str]:
-    return [*map(of_dataset, datasets), *of_server(endpoints)]
+def lines(datasets: list[str], settings) -> list[str]:
+    return [*map(of_dataset, datasets), *of_server(settings)]
 
 
-def watch(datasets: list[str], endpoints: list[str], interval: float, stream=sys.stdout) -> None:
+def watch(datasets: list[str], settings, interval: float, stream=sys.stdout) -> None:
     """Shows the lines again and again; on a terminal in the same place."""
     while True:
-        shown = lines(datasets, endpoints)
+        shown = lines(datasets, settings)
         if stream.isatty():
             stream.write("\x1b[H\x1b[2J")
         stream.write("\n".join(shown) + "\n")

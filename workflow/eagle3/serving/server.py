@@ -21,6 +21,7 @@ from eagle3.core.errors import UserError
 from eagle3.core.files import digest_of, read_json, write_json
 from eagle3.core.process import driving_ancestors, start_time
 from eagle3.serving import supervisor
+from eagle3.serving.client import Client, api_key
 from eagle3.target.model import Target
 
 SERVERS = Path(".work/server")
@@ -140,12 +141,18 @@ class Lease:
     """The right to use servers. `urls`: where they are. `fingerprint`: what the first one
     reported."""
 
-    def __init__(self, urls: list[str], target: Target, folder: Path | None):
-        self.urls, self.target, self.folder = urls, target, folder
+    def __init__(
+        self, urls: list[str], target: Target, folder: Path | None, key: str | None = None
+    ):
+        self.urls, self.target, self.folder, self.key = urls, target, folder, key
         self.fingerprint: dict[str, Any] = {}
         self.stuck: int | None = (
             None  # the process that was reported stuck; not ready again until another has its place
         )
+
+    def client(self, url: str, timeout: float | None = None) -> Client:
+        """A client of one of the servers."""
+        return Client(url, self.key, timeout)
 
     def state(self, url: str, patience: float = 60) -> str:
         """ "ready", or "down" while it may come back. Raises UserError if it will not, or is not
@@ -154,10 +161,11 @@ class Lease:
         For a server that a supervisor owns its word counts; another one must generate a token
         within `patience` s."""
         if self.folder is None:
-            if not supervisor.generates(url, patience):
+            client = self.client(url)
+            if not client.generates(patience):
                 return "down"
             try:
-                check_same(supervisor.fingerprint(url), self.target, url)
+                check_same(client.fingerprint(), self.target, url)
             except (OSError, ValueError):
                 return "down"
             return "ready"
@@ -192,7 +200,7 @@ class Lease:
                     self.fingerprint = (
                         read_state(self.folder)["fingerprint"]
                         if self.folder
-                        else supervisor.fingerprint(url)
+                        else self.client(url).fingerprint()
                     )
                     return
             if time.monotonic() > end:
@@ -201,6 +209,15 @@ class Lease:
                     "servers running?"
                 )
             time.sleep(0.1 if self.folder else 2)
+
+
+def private_folder() -> Path:
+    """FOLDER, which nobody but its user can read: servers write what they like into their logs."""
+    folder = FOLDER.resolve()
+    for one in (folder.parent, folder):
+        one.mkdir(parents=True, exist_ok=True)
+        one.chmod(0o700)
+    return folder
 
 
 def read_state(folder: Path = FOLDER) -> dict[str, Any]:
@@ -225,13 +242,14 @@ def lease(
     a stage's own flags and variables. Raises UserError if it cannot be had: the log's tail, a port
     that is taken, another model."""
     if settings.endpoints:
-        given = Lease([url.rstrip("/") for url in settings.endpoints], target, None)
+        given = Lease(
+            [url.rstrip("/") for url in settings.endpoints], target, None, api_key(settings)
+        )
         given.wait(min(60.0, settings.start_timeout))
         yield given
         return
     spec = specification(settings, target, more, environment)
-    folder = FOLDER.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = private_folder()
     with open(folder / "leases", "a") as holders:  # closing frees the lock, and so does death
         _attach(folder, spec, holders, log)
         own = Lease([spec["url"]], target, folder)
@@ -245,8 +263,7 @@ def warm(settings, target: Target, log: Callable[[str], None] = print) -> None:
     driver = driving_ancestors()[-1:]
     if settings.endpoints or not driver or alive(read_state()):
         return
-    folder = FOLDER.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = private_folder()
     with open(folder / "leases", "a") as holders:
         _attach(folder, specification(settings, target), holders, log)
 

@@ -14,7 +14,6 @@ or at once when the build that wanted it has ended."""
 import contextlib
 import ctypes
 import fcntl
-import json
 import os
 import signal
 import socket
@@ -22,76 +21,18 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections import deque
 from pathlib import Path
 from typing import Any
 
+from eagle3.core.errors import UserError
 from eagle3.core.files import read_json, write_json
 from eagle3.core.process import children, die_with_parent, start_time
+from eagle3.serving.client import Client
 
 MARK = "EAGLEMAKE_SERVER"  # in the environment of every server: the folder that it belongs to
 PR_SET_CHILD_SUBREAPER = 36
 STEADY = 600  # seconds of service after which earlier crashes are forgotten
-OPENER = urllib.request.build_opener(
-    urllib.request.ProxyHandler({})
-)  # a proxy has no business with a local server
-
-
-def fetch(url: str, body: Any = None, timeout: float = 10) -> Any:
-    """JSON of a GET, or of a POST with `body`. Raises OSError or ValueError."""
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with OPENER.open(request, timeout=timeout) as answer:
-        return json.loads(answer.read())
-
-
-def generates(url: str, timeout: float) -> bool:
-    """Whether the server answers with a token: the only sign that counts. Open ports and green
-    health pages come minutes before, and stay after the scheduler has died."""
-    body = {
-        "input_ids": [1, 2, 3],
-        "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True},
-    }
-    try:
-        answer = fetch(f"{url}/generate", body, timeout)
-        return len(answer["output_ids"]) == 1
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def fingerprint(url: str, timeout: float = 60) -> dict[str, Any]:
-    """What the running server says of itself, by the names that its versions share. Raises OSError
-    or ValueError."""
-    model, server = {}, {}
-    for found, names in (
-        (model, ("model_info", "get_model_info")),
-        (server, ("server_info", "get_server_info")),
-    ):
-        for name in names:
-            try:
-                found.update(fetch(f"{url}/{name}", timeout=timeout))
-                break
-            except urllib.error.HTTPError as error:
-                if error.code not in (404, 405):
-                    raise
-    return {
-        "model_path": model.get("model_path"),
-        "weight_version": model.get("weight_version"),
-        **{
-            name: server.get(name)
-            for name in (
-                "version",
-                "dtype",
-                "quantization",
-                "kv_cache_dtype",
-                "context_length",
-                "tp_size",
-                "speculative_algorithm",
-            )
-        },
-    }
 
 
 def members(group: int) -> list[int]:
@@ -316,15 +257,15 @@ class Supervisor:
     def _bring_up(self) -> str | None:
         """Waits for the first token. Returns why it will not come, or None (also when nobody wants
         it any more)."""
-        begun = time.monotonic()
+        begun, client = time.monotonic(), Client(self.spec["url"])
         first = threading.Event()
 
         def probe(process=self.server):
-            while process.poll() is None and not generates(
-                self.spec["url"], self.spec["start_timeout"]
-            ):
-                time.sleep(0.5)
-            first.set()
+            try:
+                while process.poll() is None and not client.generates(self.spec["start_timeout"]):
+                    time.sleep(0.5)
+            finally:
+                first.set()
 
         threading.Thread(target=probe, daemon=True).start()
         while not first.wait(0.1):
@@ -340,8 +281,8 @@ class Supervisor:
         if (code := self.server.poll()) is not None:
             return f"the server ended with code {code} while starting; {self._tail()}"
         try:
-            found = fingerprint(self.spec["url"])
-        except (OSError, ValueError) as error:
+            found = client.fingerprint()
+        except (OSError, ValueError, UserError) as error:
             return f"the server does not say what it runs ({error})"
         self.ready = time.monotonic()
         self.publish("ready", fingerprint=found, reason="", seconds=round(self.ready - begun, 1))
