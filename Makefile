@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 CORES ?= all
 
-.PHONY: drafter bench doctor plan trace push status test test-scenarios test-recipe test-sglang test-slurm docs graph lint
+.PHONY: drafter bench doctor plan trace push status test test-scenarios test-recipe test-targets test-sglang test-slurm docs graph lint
 
 drafter: $(VENV)/ready
 	snakemake --cores $(CORES) drafter
@@ -44,6 +44,10 @@ test-scenarios: $(VENV)/ready-test
 # The whole Kimi recipe on a tiny model of its architecture; minutes.
 test-recipe: $(VENV)/ready-test
 	EAGLEMAKE_RECIPE=1 python -m pytest -q tests/test_kimi_recipe.py
+
+# Every architecture of docs/targets.md, tiny, through every stage; writes that page. SGLANG as in test-sglang, optional.
+test-targets: $(VENV)/ready-test
+	EAGLEMAKE_TARGETS=1 $(if $(SGLANG),SGLANG="$(SGLANG)") python -m pytest -q tests/test_targets.py
 
 # A real SGLang: life cycle, answers, fingerprint, kills, a bench. SGLANG is a command that takes launch_server's flags.
 test-sglang: $(VENV)/ready-test
