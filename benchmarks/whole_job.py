@@ -63,7 +63,7 @@ def params(options: argparse.Namespace) -> dict:
     }
     content["bench"] |= {
         "engine": options.bench_engine,
-        "concurrency": options.concurrency,
+        "concurrency": options.bench_concurrency,
         "repeats": 2,
         "max_prompts": options.held_out_prompts,
         "max_new_tokens": options.bench_tokens,
@@ -163,7 +163,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--updates", type=int, default=400)
     parser.add_argument("--batch-tokens", type=int, default=16384)
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--bench-concurrency", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--shapes", nargs="+", default=["3,1,4"])
     parser.add_argument("--bench-tokens", type=int, default=128)
     parser.add_argument("--concurrency", type=int, default=512)
