@@ -236,7 +236,9 @@ class Judge:
 
     def __init__(self, arm: Arm):
         self.arm, self.drafter = arm, arm.drafter()
-        self.objective = Objective(self.drafter, arm.head, arm.params).to(DEVICE)
+        self.objective = Objective(self.drafter, arm.head, arm.params, arm.target.softcap).to(
+            DEVICE
+        )
 
     def __call__(self, draft: torch.nn.Module) -> float:
         names = dict(self.drafter.named_parameters())

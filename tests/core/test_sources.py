@@ -4,12 +4,17 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import random
 import subprocess
+import sys
 import tarfile
+import threading
 import zipfile
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import tiny
 from eagle3.core import schema, sources
 from eagle3.core.errors import UserError
 
@@ -136,3 +141,48 @@ def test_a_file_that_a_package_ships(in_tmp, monkeypatch, make, file, option):
         fetch("1" * 64)
     with pytest.raises(UserError, match="cannot get other.jsonl of pack==1.0"):
         fetch("1" * 64, "other.jsonl")
+
+
+class Hub(BaseHTTPRequestHandler):
+    """What a hub answers to for one file of one commit."""
+
+    def do_GET(self):
+        body = json.dumps({"model_type": "llama", "hidden_size": 8}).encode()
+        known = self.path == f"/org/name/resolve/{'a' * 40}/config.json"
+        self.send_response(200 if known else 404)
+        self.send_header("ETag", '"tag"')
+        self.send_header("X-Repo-Commit", "a" * 40)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_):
+        pass
+
+
+def test_the_configuration_of_a_target_comes_from_the_hub_alone(tmp_path):
+    """A few kilobytes, before the weights; nothing where the hub is not there."""
+    code = (
+        "import sys, json; from eagle3.core.sources import hub_config; "
+        "from eagle3.core.schema import Source; "
+        "print(json.dumps([hub_config(Source(hub=hub, revision='a' * 40)) "
+        "for hub in ('org/name', 'org/other')]))"
+    )
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(tiny.ROOT / "workflow"),
+            "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+            "HF_HOME": str(tmp_path),
+        },
+    )
+    server.shutdown()
+    assert json.loads(done.stdout) == [{"model_type": "llama", "hidden_size": 8}, {}]

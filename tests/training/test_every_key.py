@@ -66,6 +66,14 @@ def test_a_changed_key_gives_another_drafter(data, in_tmp):
     assert not idle
 
 
+@pytest.mark.skipif("matmul" not in Train.model_fields, reason="products follow the precision")
+def test_fp8_products_give_another_drafter(data, in_tmp):
+    found = [
+        trained(in_tmp / kind, data, dtype="bfloat16", matmul=kind) for kind in ("plain", "fp8")
+    ]
+    assert not torch.equal(*found)
+
+
 def test_keys_that_say_when_to_look_change_no_weight(data, in_tmp):
     plain = trained(in_tmp / "plain", data)
     assert torch.equal(trained(in_tmp / "often", data, validate_every=1), plain)

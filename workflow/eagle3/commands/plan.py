@@ -170,6 +170,8 @@ def make(
     if config:
         checks.check_config(config, params, log)
         config = {**text_config(config), "architectures": config.get("architectures")}
+    elif params.target.source.hub:
+        log(f"the hub does not give config.json of {params.target.source.hub}: target not checked")
     width = hidden_size or config.get("hidden_size") or 0
     sets = estimates(params, data, work)
     token_bytes = {

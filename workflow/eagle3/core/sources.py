@@ -246,12 +246,18 @@ def _hub_rows(source: Source) -> Iterator[tuple[int, dict]]:
 def hub_config(source: Source) -> dict:
     """config.json of a model on the hub, a few kilobytes; empty where the hub cannot be reached."""
     import huggingface_hub
+    from huggingface_hub.utils import build_hf_headers, get_session
 
+    name, commit = "config.json", source.revision
     try:
-        path = huggingface_hub.hf_hub_download(
-            source.hub, "config.json", revision=source.revision, etag_timeout=5
+        if kept := huggingface_hub.try_to_load_from_cache(source.hub, name, revision=commit):
+            return read_json(kept)
+        # Not hf_hub_download: without a network it tries again for half a minute.
+        url = huggingface_hub.hf_hub_url(source.hub, name, revision=commit)
+        answer = get_session().get(
+            url, headers=build_hf_headers(), timeout=5, follow_redirects=True
         )
-        return read_json(path)
+        return answer.raise_for_status().json()
     except Exception:  # the client raises dozens of kinds
         return {}
 
