@@ -34,12 +34,17 @@ from eagle3.bench import statistics as measuring
 from eagle3.bench import verdict as judging
 from eagle3.bench.replay import Simulator
 from eagle3.bench.statistics import Variant
+from eagle3.core import params as parameters
+from eagle3.core import sources
 from eagle3.core.errors import UserError
 from eagle3.core.files import read_json, write_json, write_text
+from eagle3.core.schema import Questions
 from eagle3.drafter import export
+from eagle3.prompts.chat_template import Renderer
 from eagle3.target import layers
 from eagle3.target.model import Target, describe
 
+ROOT = Path(__file__).resolve().parents[1]
 COMMON = {
     "attention-backend": "triton",
     "sampling-backend": "pytorch",
@@ -154,6 +159,16 @@ def open_target(folder: Path, work: Path, dtype: str) -> Target:
     return Target(work)
 
 
+def questions(name: str, data: Path, target: Target, count: int, seen: set[str]) -> list[dict]:
+    """Up to `count` prompts of a question set of params.yaml, from its file in `data`."""
+    given = parameters.load(ROOT / "params.yaml").bench.questions[name]
+    source = {"path": str(data / Path(given.source.file).name)}
+    wanted = Questions(**given.model_dump(exclude={"source", "max_samples"}), source=source)
+    wanted = wanted.model_copy(update={"max_samples": count})
+    rows = sources.rows(wanted.source)
+    return held_out.questions(name, rows, wanted, Renderer(target), 1024, seen)
+
+
 def simulators(target: Target, drafters: dict[str, Path]):
     """What simulates a variant: the drafter's layers are those that SGLang reads from its
     config."""
@@ -197,6 +212,14 @@ def main() -> None:
     parser.add_argument(
         "--target", type=Path, required=True, help="the target's Hugging Face directory"
     )
+    parser.add_argument(
+        "--questions",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a set of bench.questions in params.yaml, whose file lies in --data",
+    )
+    parser.add_argument("--data", type=Path, help="folder of the files of --questions")
     parser.add_argument("--python-path", default="", help="PYTHONPATH of the servers")
     parser.add_argument("--command", default=f"{sys.executable} -m sglang.launch_server")
     parser.add_argument(
@@ -266,9 +289,12 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as work:
         target = open_target(arguments.target, Path(work), arguments.dtype)
-        prompts, counts = held_out.collect(
-            arguments.records, arguments.prompts, held_out.trained_prompts(arguments.records)
-        )
+        seen = held_out.trained_prompts(arguments.records)
+        asked = {
+            name: questions(name, arguments.data, target, arguments.prompts, seen)
+            for name in arguments.questions
+        }
+        prompts, counts = held_out.collect(arguments.records, arguments.prompts, seen, asked)
         servers = Servers(
             shlex.split(arguments.command), environment, arguments.out, arguments.patience
         )

@@ -34,6 +34,7 @@ ARMS = {
     "quarter": "init=least_squares,share=0.25,max_updates=U",
     "sixteenth": "init=least_squares,share=0.0625,max_updates=U",
     "all random": "max_updates=U",
+    "gain": "steps=5,schedule=wsd,max_updates=U",
     "narrow": "architecture.intermediate_size=1024,max_updates=U",
     "wide": "architecture.intermediate_size=8192,max_updates=U",
     "few words": "vocab=4096,max_updates=U",
