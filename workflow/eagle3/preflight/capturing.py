@@ -71,10 +71,11 @@ def check_captures(architecture: str, settings, log: Callable[[str], None]) -> N
     found = None if settings.endpoints or settings.command else ask(settings.python)
     if found is None:
         found = json.loads(KNOWN.read_text())
-        log(
-            f"SGLang is not installed for {settings.python} here, so SGLang {found['version']} is "
-            "taken as the one that will serve"
-        )
+        why = "server.endpoints" if settings.endpoints else "server.command"
+        why = f"{why} may serve another version"
+        if not (settings.endpoints or settings.command):
+            why = f"{settings.python} has no SGLang here"
+        log(f"SGLang {found['version']} is taken as the one that will serve, since {why}")
     if found["architectures"].get(architecture):
         return
     can = [name for name, able in found["architectures"].items() if able]
