@@ -40,6 +40,7 @@ class PlainRenderer:
 def main(folder: Path) -> None:
     settings = json.loads((folder / "settings.json").read_text())
     target = Target(folder / "target")
+    target.stop_ids = [2]  # the misbehaving server's; the target has no tokenizer to say so
     with (
         exclusive(folder / "work", "the worker"),
         Journal(folder / "work", SAMPLING.model_dump()) as journal,

@@ -5,6 +5,7 @@ It takes SGLang's flags (and ignores those that it does not know), answers with 
 the prompt alone, as a greedy model would, and does what the JSON in the variable MISBEHAVE says:
 
     refuse, hang, cut, garbage, wrong_ids, wrong_row, abort   share of requests that end so
+    once            list of faults, each of one answer, in this order: 404, or see `spoiled`
     status          list of codes for `refuse` (default 408 425 429 500 503)
     late            seconds before each answer
     reject          a token id: prompts that hold it get 400
@@ -50,6 +51,33 @@ def answer_ids(
     return ids[:max_new_tokens]
 
 
+def spoiled(fault: str, ids: list[int], meta: dict) -> tuple[list[int], dict, dict | None]:
+    """(ids, meta_info, whole event in their place or None) of an answer that is none."""
+    stop, count = {"type": "stop", "matched": STOP}, len(ids)
+    if fault.endswith("_inside"):
+        return ids, meta, {"error": {"message": "not now", "code": int(fault[:3])}}
+    if fault == "abort_503":
+        abort = {"type": "abort", "message": "queue is full", "status_code": 503}
+        return ids, meta | {"finish_reason": abort}, None
+    if fault == "other_model":
+        return ids, meta | {"weight_version": "another"}, None
+    if fault == "no_stop_id":
+        ids = [*[7] * (count - 1), 9]
+        return ids, meta | {"finish_reason": {"type": "stop", "matched": 9}}, None
+    if fault == "unmatched_stop":
+        return [7] * count, meta | {"finish_reason": {"type": "stop"}}, None
+    if fault == "goes_on":
+        ids = [STOP, *[7] * (count - 1), STOP]
+        return ids, meta | {"finish_reason": stop, "completion_tokens": count + 1}, None
+    if fault == "no_id":
+        return ids, {k: v for k, v in meta.items() if k != "id"}, None
+    if fault == "no_counts":
+        return ids, {k: v for k, v in meta.items() if not k.endswith("_tokens")}, None
+    if fault == "longer_prompt":
+        return ids, meta | {"prompt_tokens": meta["prompt_tokens"] + 1}, None
+    raise ValueError(fault)
+
+
 class Server:
     def __init__(self, flags, misbehave: dict):
         self.flags, self.misbehave = flags, misbehave
@@ -70,7 +98,7 @@ class Server:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         ids, params = body["input_ids"], body["sampling_params"]
-        if "ignore_eos" in params:  # the question whether it is ready
+        if params.get("ignore_eos"):  # the question whether it is ready
             while (
                 time.monotonic() - self.started < self.misbehave.get("starting", 0)
                 or self.stalled()
@@ -113,6 +141,10 @@ class Server:
             return web.Response(
                 status=self.chance.choice(self.misbehave.get("status", [408, 425, 429, 500, 503]))
             )
+        once = self.misbehave.get("once") or [None]
+        fault = once.pop(0) if once[0] else None
+        if fault == "404":
+            return web.Response(status=404)
         if self.happens("hang") or self.stalled():
             await asyncio.sleep(3600)
         if self.misbehave.get("late"):
@@ -136,13 +168,17 @@ class Server:
                 "message": "out of memory",
                 "status_code": 500,
             }
+        if fault:
+            out, meta, inside = spoiled(fault, out, meta)
+        else:
+            inside = None
         if self.happens("wrong_row"):
             meta["id"] = "another"
         if self.happens("wrong_ids"):
             out = self.chance.choice(
                 [out[:-1], [*out, 3], [100_000, *out[1:]], [None, *out[1:]], [str(i) for i in out]]
             )
-        event = json.dumps({"text": "", "output_ids": out, "meta_info": meta}).encode()
+        event = json.dumps(inside or {"text": "", "output_ids": out, "meta_info": meta}).encode()
         if self.happens("garbage"):
             event = self.chance.choice(
                 [b"{}", b'{"output_ids": [1]}', event[: len(event) // 2], b"\xff\xfe", b'"text"']

@@ -15,7 +15,7 @@ from eagle3.core import schema
 from eagle3.responses.engines import Request
 from eagle3.serving import supervisor
 from eagle3.target.model import Target
-from misbehaving_server import answer_ids
+from misbehaving_server import STOP, answer_ids
 
 SERVER = Path(__file__).parent / "misbehaving_server.py"
 COMMAND = [sys.executable, str(SERVER)]
@@ -51,7 +51,9 @@ def make_target(folder: Path, **info) -> Target:
             }
         )
     )
-    return Target(folder)
+    target = Target(folder)
+    target.stop_ids = [STOP]  # without a tokenizer nothing says so
+    return target
 
 
 def server_settings(**more) -> schema.Server:

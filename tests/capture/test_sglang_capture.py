@@ -93,7 +93,7 @@ def test_a_refused_row_is_its_own_error(server):
     SglangCapture([Client(url)], concurrency=16, patience=5).run(
         (Job(writer, row) for row in range(3)), lambda job: None
     )
-    assert set(writer.problems) == {1} and "refuses the row: 400" in writer.problems[1]
+    assert set(writer.problems) == {1} and "refuses the row: http_400" in writer.problems[1]
     assert not writer.missing(0) and not writer.missing(2) and writer.missing(1)
     writer.discard()
 

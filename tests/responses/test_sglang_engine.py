@@ -1,6 +1,7 @@
 """The client against a real server that misbehaves. Alone: python -m pytest
 tests/responses/test_sglang_engine.py"""
 
+import dataclasses
 import itertools
 import json
 import time
@@ -9,9 +10,11 @@ import pytest
 import server_parts as serving
 from eagle3.core import schema
 from eagle3.core.errors import UserError
+from eagle3.responses import sglang_engine
 from eagle3.responses.engines import Request
 from eagle3.responses.sglang_engine import SGLangEngine
 from eagle3.serving import server
+from eagle3.serving.client import Client
 
 GREEDY = schema.Sampling(max_new_tokens=16)
 
@@ -71,6 +74,57 @@ def test_a_server_that_refuses_cuts_and_lies_costs_no_row(target):
         results, engine = run(target, [url], requests, max_attempts=60)
     assert_all_right(requests, results)
     assert {"busy", "garbage", "wrong_ids", "wrong_row", "aborted"} <= set(engine.counts)
+
+
+@pytest.mark.parametrize(
+    "fault, reason",
+    [
+        ("404", "http_404"),
+        ("503_inside", "busy"),
+        ("404_inside", "http_404"),
+        ("abort_503", "busy"),
+        ("other_model", "wrong_model"),
+        ("no_stop_id", "wrong_ids"),
+        ("unmatched_stop", "wrong_ids"),
+        ("goes_on", "wrong_ids"),
+        ("no_id", "garbage"),
+        ("no_counts", "garbage"),
+        ("longer_prompt", "wrong_row"),
+    ],
+)
+def test_an_answer_that_is_none_is_asked_for_again(target, fault, reason):
+    """By another model, to another request, or not ended as it says; counted by reason."""
+    requests = [r for r in serving.requests(40) if 1 < len(serving.right(r)) < 16]
+    with serving.started(target, once=[fault]) as (url, _):
+        results, engine = run(target, [url], requests[:5], concurrency=1)
+    assert_all_right(requests[:5], results)
+    assert engine.counts == {reason: 1}
+
+
+def test_an_end_in_the_last_place_is_an_end(target):
+    """SGLang calls it a matter of length, since it looks at the length first."""
+    [request] = [r for r in serving.requests(40) if len(serving.right(r)) == 9][:1]
+    request = dataclasses.replace(request, max_new_tokens=9)
+    length = {"type": "length", "length": 9}
+    meta = {"id": "x", "finish_reason": length, "prompt_tokens": 7, "completion_tokens": 9}
+    answer = {"output_ids": serving.right(request), "meta_info": meta}
+    assert answer["output_ids"][-1] == 2
+    checked = sglang_engine.checked(answer, request, "x", None, target, Client("http://x"))
+    assert checked == (answer["output_ids"], "stop")
+
+
+def test_a_model_that_was_swapped_stops_the_run(target):
+    """The next look at it finds another model, and says both."""
+    with serving.started(target, once=["other_model"] * 3) as (url, _):
+        for _ in range(2):  # the same server, before and after
+            results, _ = run(target, [url], serving.requests(2), max_attempts=60)
+            assert not any(r.error for r in results.values())
+    other = serving.make_target(target.folder.parent / "other", digest="e" * 32)
+    with (
+        serving.started(other) as (url, _),
+        pytest.raises(UserError, match=f"weight version {'e' * 32}.*digest {'d' * 32}"),
+    ):
+        run(target, [url], serving.requests(2))
 
 
 def test_a_row_that_the_server_turns_down_is_an_error_at_once(target):
@@ -202,21 +256,30 @@ def test_following_requests_run_before_new_ones(target):
     ]  # each turn right after its predecessor
 
 
-def test_sampling_reaches_the_server(target):
-    engine = SGLangEngine(
-        target,
-        schema.Sampling(max_new_tokens=8, temperature=0.7, top_p=0.9, seed=3),
-        schema.Server(),
-        schema.Runtime(),
-    )
-    request = serving.requests(1)[0]
-    params = engine._sampling_params(request)
-    assert (params["temperature"], params["top_p"], params["top_k"], params["sampling_seed"]) == (
-        0.7,
-        0.9,
-        -1,
-        request.seed,
-    )
-    assert "sampling_seed" not in SGLangEngine(
-        target, GREEDY, schema.Server(), schema.Runtime()
-    )._sampling_params(request)
+def test_sampling_reaches_the_server_whole(target):
+    """Greedy is greedy and a temperature is what it says, whatever the server fills in."""
+
+    def params(**sampling):
+        engine = SGLangEngine(
+            target, schema.Sampling(**sampling), schema.Server(), schema.Runtime()
+        )
+        return engine._sampling_params(serving.requests(1)[0])
+
+    neutral = {
+        "min_p": 0,
+        "frequency_penalty": 0,
+        "presence_penalty": 0,
+        "repetition_penalty": 1,
+        "min_new_tokens": 0,
+        "ignore_eos": False,
+        "n": 1,
+        "stop_token_ids": [2],
+    }
+    greedy = params(max_new_tokens=16)
+    assert greedy.items() >= {**neutral, "temperature": 0, "top_p": 1, "top_k": -1}.items()
+    assert "sampling_seed" not in greedy
+    warm = params(max_new_tokens=8, temperature=0.7, top_p=0.9, seed=3)
+    assert warm.items() >= {**neutral, "temperature": 0.7, "top_p": 0.9, "top_k": -1}.items()
+    assert warm["sampling_seed"] == serving.requests(1)[0].seed
+    with pytest.raises(UserError, match="preferred-sampling-params .* is set by generate.sampling"):
+        server.flags_for(schema.Server(flags={"preferred-sampling-params": '{"min_p": 1}'}), target)

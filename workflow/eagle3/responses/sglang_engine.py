@@ -21,6 +21,18 @@ from eagle3.target.model import Target
 
 STREAM_INTERVAL = 64  # tokens between signs of life of a request
 LONGEST_PAUSE = 30.0
+# Sampling parameters that leave the target's distribution as it is.
+NEUTRAL = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+    "n": 1,
+    "ignore_eos": False,
+}
 
 
 class Endpoint:
@@ -205,7 +217,8 @@ class SGLangEngine:
             async with deadline:
                 endpoint.deadlines.add(deadline)
                 answer = await endpoint.client.generate(body, lambda event: endpoint.alive())
-            return checked(answer, request, identity, self.target.vocab_size, endpoint.client)
+            version = self.server.weight_versions.get(endpoint.url)
+            return checked(answer, request, identity, version, self.target, endpoint.client)
         except TimeoutError:
             if endpoint.down_since:
                 raise Failure(
@@ -218,10 +231,13 @@ class SGLangEngine:
             endpoint.deadlines.discard(deadline)
 
     def _sampling_params(self, request: Request) -> dict[str, Any]:
+        """What decides the answer, all of it: a server fills in what is left out from
+        --preferred-sampling-params."""
         sampling = self.sampling
-        params = {
+        params = NEUTRAL | {
             "max_new_tokens": request.max_new_tokens,
             "temperature": sampling.temperature,
+            "stop_token_ids": self.target.stop_ids,
             "stream_interval": STREAM_INTERVAL,
         }
         if sampling.temperature > 0:
@@ -280,10 +296,15 @@ class SGLangEngine:
 
 
 def checked(
-    answer: Any, request: Request, identity: str, vocab_size: int, client: Client
+    answer: Any,
+    request: Request,
+    identity: str,
+    weight_version: str | None,
+    target: Target,
+    client: Client,
 ) -> tuple[list[int], str]:
-    """(ids, "stop" or "length") of an answer that is whole and belongs to `request`. Raises
-    Failure."""
+    """(ids, "stop" or "length") of an answer that is whole, belongs to `request`, comes from the
+    model that was checked (`weight_version`) and ends as it says. Raises Failure."""
     try:
         meta, ids = answer["meta_info"], answer["output_ids"]
         finish = meta["finish_reason"]
@@ -293,29 +314,43 @@ def checked(
             known = status in (*BUSY, *REFUSED)
             raise client.failure(status, message) if known else Failure("aborted", message)
         whole = isinstance(ids, list) and ids and all(type(i) is int for i in ids)
+        given = (meta["id"], meta["prompt_tokens"], meta["completion_tokens"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Failure("garbage", f"{type(error).__name__} in {str(answer)[:200]!r}") from None
-    if meta.get("id") not in (None, identity):
-        raise Failure("wrong_row", f"the answer is for request {meta['id']}")
     if kind not in ("stop", "length") or not whole:
         raise Failure("garbage", f"finish reason {kind!r}, {len(ids or [])} ids")
-    if kind == "stop" and isinstance(finish.get("matched"), int) and ids[-1] != finish["matched"]:
-        raise Failure(
-            "wrong_ids", f"stopped at token {finish['matched']}, but the last id is {ids[-1]}"
-        )
-    if max(ids) >= vocab_size or min(ids) < 0:
-        raise Failure("wrong_ids", f"id {max(ids)} in a vocabulary of {vocab_size}")
-    if len(ids) > request.max_new_tokens or meta.get("completion_tokens", len(ids)) != len(ids):
-        raise Failure(
-            "wrong_ids",
-            f"{len(ids)} ids, {meta.get('completion_tokens')} counted, {request.max_new_tokens} "
-            "asked",
-        )
-    if kind == "length" and len(ids) < request.max_new_tokens:
-        raise Failure("wrong_ids", f"cut at {len(ids)} ids, {request.max_new_tokens} asked")
-    if meta.get("prompt_tokens", len(request.prompt_ids)) != len(request.prompt_ids):
+    if given[:2] != (identity, len(request.prompt_ids)):
         raise Failure(
             "wrong_row",
-            f"the server saw {meta['prompt_tokens']} prompt ids, not {len(request.prompt_ids)}",
+            f"the answer is for request {given[0]} of {given[1]} prompt ids, not {identity} of "
+            f"{len(request.prompt_ids)}",
         )
-    return ids, kind
+    if meta.get("weight_version", weight_version) != weight_version:
+        raise Failure(  # down: what it serves now is compared with the target before its next use
+            "wrong_model",
+            f"weight version {meta['weight_version']}, {weight_version} before",
+            down=True,
+        )
+    check_ids(ids, kind, finish.get("matched"), given[2], request, target)
+    # A stop id in the last place is an end as well: SGLang looks at the length first.
+    return ids, "stop" if ids[-1] in target.stop_ids else kind
+
+
+def check_ids(ids: list[int], kind: str, matched: Any, counted: Any, request, target) -> None:
+    """Raises Failure if ids are not what an answer of this length and end can have."""
+    stop = set(target.stop_ids)
+    problem = ""
+    if max(ids) >= target.vocab_size or min(ids) < 0:
+        problem = f"id {max(ids)} in a vocabulary of {target.vocab_size}"
+    elif len(ids) > request.max_new_tokens or counted != len(ids):
+        problem = f"{len(ids)} ids, {counted} counted, {request.max_new_tokens} asked"
+    elif kind == "length" and len(ids) < request.max_new_tokens:
+        problem = f"cut at {len(ids)} ids, {request.max_new_tokens} asked"
+    elif not stop.isdisjoint(ids[:-1]):
+        problem = f"goes on after the stop id {next(i for i in ids if i in stop)}"
+    elif kind == "stop" and ids[-1] not in stop:
+        problem = f"stopped at {ids[-1]}, but the target's stop ids are {sorted(stop)}"
+    elif kind == "stop" and isinstance(matched, int) and ids[-1] != matched:
+        problem = f"stopped at token {matched}, but the last id is {ids[-1]}"
+    if problem:
+        raise Failure("wrong_ids", problem)

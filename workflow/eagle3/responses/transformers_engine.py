@@ -50,6 +50,9 @@ class TransformersEngine:
 
     def __enter__(self) -> dict[str, Any]:
         self.model = self.target.load_model()
+        # What the request does not say is filled in from here: penalties, suppressed and forced
+        # tokens, and whatever else generation_config.json holds would change the answers.
+        self.model.generation_config = transformers.GenerationConfig()
         return {
             "engine": "transformers",
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
@@ -93,14 +96,12 @@ class TransformersEngine:
         output = self.model.generate(
             input_ids=ids.to(self.model.device),
             attention_mask=attention.to(self.model.device),
-            do_sample=False,
-            max_new_tokens=max(request.max_new_tokens for request in batch),
-            eos_token_id=self.target.stop_ids,
-            pad_token_id=pad,
+            generation_config=transformers.GenerationConfig(
+                max_new_tokens=max(request.max_new_tokens for request in batch),
+                eos_token_id=self.target.stop_ids,
+                pad_token_id=pad,
+            ),
             logits_processor=processors,
-            temperature=None,
-            top_p=None,
-            top_k=None,
         )
         return [
             self._cut(request, answer)

@@ -34,6 +34,7 @@ NUMERICS = {
     "kv-cache-dtype": "target.kv_cache_dtype",
     "quantization": "target.quantization",
     "context-length": "target.context_length",
+    "preferred-sampling-params": "generate.sampling",
 }
 OURS = {
     "host": "server.host",
@@ -149,6 +150,8 @@ class Lease:
         self.stuck: int | None = (
             None  # the process that was reported stuck; not ready again until another has its place
         )
+        # of each server when it was last compared with the target; every answer says it again
+        self.weight_versions: dict[str, str | None] = {}
 
     def client(self, url: str, timeout: float | None = None) -> Client:
         """A client of one of the servers."""
@@ -165,9 +168,11 @@ class Lease:
             if not client.generates(patience):
                 return "down"
             try:
-                check_same(client.fingerprint(), self.target, url)
+                found = client.fingerprint()
+                check_same(found, self.target, url)
             except (OSError, ValueError):
                 return "down"
+            self.weight_versions[url] = found["weight_version"]
             return "ready"
         state = read_state(self.folder)
         if not alive(state):
@@ -181,6 +186,7 @@ class Lease:
         if state["phase"] != "ready" or state["server"] == self.stuck:
             return "down"
         check_same(state["fingerprint"], self.target, url)
+        self.weight_versions[url] = state["fingerprint"]["weight_version"]
         return "ready" if start_time(state["server"]) else "down"
 
     def report_stuck(self) -> None:
