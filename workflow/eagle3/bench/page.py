@@ -26,20 +26,28 @@ STYLE = f"""
 body{{margin:0 auto;max-width:64rem;padding:1rem;font:16px/1.5 system-ui,sans-serif}}
 body{{color:var(--ink);background:var(--ground)}}
 h1{{font-size:1.5rem;margin:.2rem 0}}h2{{font-size:1.15rem;margin:2rem 0 .4rem}}p{{margin:.5rem 0}}
-.verdict{{font-size:1.1rem;border-left:4px solid var(--c0);padding:.5rem .8rem;background:var(--panel)}}
-.note,.legend,figcaption,caption{{color:var(--soft);font-size:.9rem}}.legend span{{display:inline-block;margin-right:1rem}}
-.wide{{overflow-x:auto}}table{{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font-size:.9rem}}
+.verdict{{font-size:1.1rem;background:var(--panel)}}
+.verdict{{border-left:4px solid var(--c0);padding:.5rem .8rem}}
+.note,.legend,figcaption,caption{{color:var(--soft);font-size:.9rem}}
+.legend span{{display:inline-block;margin-right:1rem}}
+.wide{{overflow-x:auto}}
+table{{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font-size:.9rem}}
 th,td{{text-align:right;padding:.3rem .5rem;border-bottom:1px solid var(--line);white-space:nowrap}}
-th{{color:var(--soft);font-weight:600}}th:first-child,td:first-child{{text-align:left;white-space:normal;min-width:6rem}}
+th{{color:var(--soft);font-weight:600}}
+th:first-child,td:first-child{{text-align:left;white-space:normal;min-width:6rem}}
 .plain td{{white-space:normal;overflow-wrap:anywhere;text-align:left}}.plain th{{text-align:left}}
 .plain td:first-child{{min-width:9rem}}
 figure{{margin:1rem 0;break-inside:avoid}}figcaption{{color:var(--ink);font-weight:600}}
-svg{{display:block;width:100%;height:auto}}svg.key{{display:inline-block;width:22px;height:10px;stroke-width:2.5}}
-svg text{{fill:var(--soft);font-size:13px}}.axis{{stroke:var(--line)}}.mark{{stroke:var(--ink);stroke-dasharray:4 4}}
+svg{{display:block;width:100%;height:auto}}
+svg.key{{display:inline-block;width:22px;height:10px;stroke-width:2.5}}
+svg text{{fill:var(--soft);font-size:13px}}
+.axis{{stroke:var(--line)}}.mark{{stroke:var(--ink);stroke-dasharray:4 4}}
 dt{{font-weight:600}}dd{{margin:0 0 .4rem}}
 @media(max-width:40rem){{svg text{{font-size:19px}}}}
-@media print{{:root{{color-scheme:light;{LIGHT}}}body{{max-width:none;font-size:11pt}}h2{{break-after:avoid}}
-.wide{{overflow:visible}}table{{font-size:8pt}}th,td{{padding:.15rem .25rem}}tr{{break-inside:avoid}}}}
+@media print{{:root{{color-scheme:light;{LIGHT}}}body{{max-width:none;font-size:11pt}}
+h2{{break-after:avoid}}
+.wide{{overflow:visible}}table{{font-size:8pt}}th,td{{padding:.15rem .25rem}}
+tr{{break-inside:avoid}}}}
 """
 SPEED = [
     "variant",
@@ -337,7 +345,8 @@ def render(report: dict[str, Any]) -> str:
         ["made from", "identity"], [[k, str(v)] for k, v in report["lineage"].items()], "plain"
     )
     return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <title>Drafter bench</title><style>{STYLE}</style></head><body><main>
 <h1>Drafter bench</h1><p class="verdict">{html.escape(report["verdict"])}</p>
 <p class="note">Engine: {html.escape(report["engine"])}. {html.escape(report["differences"])}</p>
