@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 CORES ?= all
 
-.PHONY: drafter bench doctor plan trace push status test test-scenarios test-recipe test-targets test-sglang test-slurm docs graph lint
+.PHONY: drafter bench doctor plan trace push pull status test test-scenarios test-recipe test-targets test-sglang test-slurm docs graph lint
 
 drafter: $(VENV)/ready
 	snakemake --cores $(CORES) drafter
@@ -25,6 +25,10 @@ trace: $(VENV)/ready
 # Sends the artifacts of the stages in runtime.push (answers and drafter, not states) to the DVC remote.
 push: $(VENV)/ready
 	@python workflow/scripts/push.py $(ARGS)
+
+# Brings what the DVC remote has into data/, hashed. make pull ARGS="train generate" for some stages only.
+pull: $(VENV)/ready
+	@python workflow/scripts/pull.py $(ARGS)
 
 # How generation stands: during a build, and after a crash. make status ARGS=--watch
 status: $(VENV)/ready

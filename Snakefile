@@ -37,4 +37,7 @@ rule drafter:
         "drafter: lies in data/drafter; what it gains: make bench"
 
 
-BRIDGE.catch_up(workflow.rules)
+try:
+    BRIDGE.catch_up(workflow.rules)
+except UserError as error:
+    raise WorkflowError(str(error)) from None

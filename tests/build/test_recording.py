@@ -7,6 +7,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 import pytest
+import yaml
 from eagle3.build import recording
 from eagle3.build.recording import replacing_yaml
 
@@ -88,14 +89,39 @@ def test_the_lock_file_is_written_as_dvc_writes_it(tmp_path):
         assert (tmp_path / "gate").read_text() == (tmp_path / "dvc").read_text()
 
 
-def test_a_line_that_was_cut_off_is_not_carried_on(tmp_path):
+PLAIN = "schema: '2.0'\nstages:\n  target:\n    cmd: a\n  train:\n    cmd: b\n    outs: []\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        PLAIN.replace("stages:\n", "stages: # do not edit\n"),
+        PLAIN.replace("stages:\n", "stages:\n  # built on the big machine\n"),
+        PLAIN.replace("    cmd", "        cmd").replace("    outs", "        outs"),
+        "schema: '2.0'\nstages:\n    target:\n        cmd: a\n    train:\n        cmd: b\n        outs: []\n",
+        '{"schema": "2.0", "stages": {"target": {"cmd": "a"}, "train": {"cmd": "b", "outs": []}}}\n',
+        PLAIN.rstrip("\n"),
+        PLAIN + "datasets:\n- name: x\n",
+        PLAIN.replace("train:", '"train":'),
+        PLAIN.replace("\n", "\r\n"),
+        PLAIN.replace("    cmd: a\n", "    cmd: a\n\n    # a note\n    outs:\n    - path: x\n"),
+    ],
+)
+def test_any_form_that_dvc_reads_is_kept(tmp_path, text):
+    """A second `stages:` makes the file unreadable for DVC, after the stage has run."""
     path = tmp_path / "dvc.lock"
-    path.write_text("schema: '2.0'\nstages:\n  target:\n    cmd: a\n    deps: x")
-    with replacing_yaml(str(path)) as content:
-        content["stages"]["train"] = {"cmd": "b"}
-    assert (
-        path.read_text() == "schema: '2.0'\nstages:\n  target:\n    cmd: a\n  train:\n    cmd: b\n"
-    )
+    path.write_text(text)
+    expected = yaml.safe_load(text)
+    for name, stage in (
+        ("train", {"cmd": "new", "outs": [{"path": "y"}]}),
+        ("vocab", {"cmd": "z"}),
+    ):
+        with replacing_yaml(str(path)) as content:
+            content["stages"][name] = stage
+        expected["stages"][name] = stage
+    assert yaml.safe_load(path.read_text()) == expected
+    for line in text.splitlines():
+        assert "#" not in line or line.partition("#")[2] in path.read_text(), "a comment is kept"
 
 
 def test_a_failure_leaves_the_lock_file_as_it_was(tmp_path):

@@ -6,14 +6,27 @@ import argparse
 import subprocess
 import sys
 
+from dvc.exceptions import DvcException
+from dvc.repo import Repo, lock_repo
 from eagle3.core import params as parameters
 from eagle3.core.errors import UserError
 from eagle3.build.keys import stage_names
+from eagle3.build.objects import Guard
 
 
 def targets(stages: list[str], wanted: list[str]) -> list[str]:
     """DVC targets for the stage names in `wanted`: 'generate' -> every 'generate@…'."""
     return [stage for stage in stages if stage.partition("@")[0] in wanted]
+
+
+def find_damaged(names: list[str]) -> list[str]:
+    """Those of the stages that have a damaged object in DVC's cache; all are hashed."""
+    try:
+        with Repo() as repo, lock_repo(repo):
+            guard = Guard(repo, again=True)
+            return [name for name in names if guard.damaged(repo.stage.collect(name)[0])]
+    except DvcException as error:
+        sys.exit(f"error: {error}")
 
 
 def main() -> None:
@@ -31,6 +44,11 @@ def main() -> None:
         )
     except UserError as error:
         sys.exit(f"error: {error}")
+    if damaged := find_damaged(names):
+        sys.exit(
+            f"error: damaged in DVC's cache, and not sent: {', '.join(damaged)}; build it again "
+            "(`snakemake --cores all bench`), then push"
+        )
     remote = ["--remote", arguments.remote] if arguments.remote else []
     print(
         f"pushing {', '.join(names)} (runtime.push); everything else stays here",

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from eagle3.build.shared import KEYS, TOUCHING, log
 from eagle3.core import orphans
+from eagle3.core.dvc_cache import check_mounted
 
 KNOWN = Path(".build/bridge.json")
 SEEN, RUNNING = Path(".snakemake/eaglemake.seen"), Path(".build/running")
@@ -117,21 +118,28 @@ def _code() -> Iterator[os.DirEntry]:
 
 
 def _fingerprint() -> str:
-    """Changes when any file in data/ does: its size, its time, or the time of the link to it."""
+    """Changes when any file in data/ does: its size, the time of its last change (which cannot be
+    set back), or the time of the link to it. Raises UserError for a link that leads nowhere, unless
+    it is one into the cache."""
     digest = hashlib.sha256()
-    folders = ["data"] if os.path.isdir("data") else []
+    folders, walked = ["data"] if os.path.isdir("data") else [], set()
     while folders:
-        for entry in sorted(os.scandir(folders.pop()), key=lambda e: e.name):
-            if entry.is_dir(follow_symlinks=False):
+        folder = folders.pop()
+        if (inode := os.stat(folder).st_ino) in walked:
+            continue
+        walked.add(inode)
+        for entry in sorted(os.scandir(folder), key=lambda e: e.name):
+            if entry.is_dir():  # a link to another disk is followed
                 folders.append(entry.path)
                 continue
             link = entry.stat(follow_symlinks=False)
             try:
                 file = entry.stat()
-            except OSError:  # a link into a cache that was emptied
+            except OSError:  # a link into a cache that was emptied, or to a disk
+                check_mounted(entry.path)
                 file = link
             digest.update(
-                f"{entry.path} {file.st_size} {file.st_mtime_ns} {link.st_mtime_ns};".encode()
+                f"{entry.path} {file.st_size} {file.st_ctime_ns} {link.st_mtime_ns};".encode()
             )
     return digest.hexdigest()
 

@@ -4,8 +4,8 @@ rule.
 It is `dvc --wait-for-lock repro --single-item STAGE`, with `--pull` where a remote is configured,
 with six differences: dvc.lock is replaced by rename (DVC writes over it, and a kill then cuts it
 off); inputs are recorded as they were when the stage began; outputs are linked into the cache, not
-copied; a cached file that was written through its link is not trusted; the remote is asked about
-this stage alone; and a remote that cannot be reached is a warning."""
+copied; what is linked from the cache is hashed first; the remote is asked about this stage alone;
+and a remote that cannot be reached is a warning."""
 
 import contextlib
 import errno
@@ -21,7 +21,7 @@ from dvc.lock import LockError, make_lock
 from dvc.repo import Repo, lock_repo
 from dvc.stage.exceptions import StageCmdFailedError
 
-from eagle3.build import links, recording, remote
+from eagle3.build import links, objects, recording, remote
 
 
 def bring_up_to_date(name: str) -> None:
@@ -29,15 +29,17 @@ def bring_up_to_date(name: str) -> None:
     repair_rwlock()
     recording.install()
     with Repo(_wait_for_lock=True) as repo, lock_repo(repo):
+        guard = objects.Guard(repo)
         stage = repo.stage.collect(name)[0]
         if not links.without_dangling(stage.changed):
             print(f"{name}: unchanged", flush=True)
             return
-        links.drop_damaged(repo, stage)
+        guard.again = True
         if repo.config["core"].get("remote") and remote.reachable():
-            remote.fetch(repo, name)
+            remote.fetch(repo, guard, name)
         # What Repo.reproduce does with it; that would read dvc.yaml and dvc.lock once more.
         if stage.reproduce():
+            guard.made(stage)
             stage.dump(update_pipeline=False)
 
 

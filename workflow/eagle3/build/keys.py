@@ -5,6 +5,7 @@ output that is older than its key file is stale. `mark_stale` makes a key file n
 found stale by other means."""
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,21 @@ from eagle3.core.errors import UserError
 from eagle3.core.files import canonical_json, write_text
 
 
+def ours(definitions: dict) -> dict[str, dict]:
+    """Stages of dvc.yaml that have a rule and a script of the same name; any other is somebody's
+    own, and DVC's alone."""
+    return {
+        group: definition
+        for group, definition in definitions["stages"].items()
+        if f"workflow/scripts/{group}.py" in str(definition.get("do", definition).get("deps"))
+    }
+
+
 def stage_names(definitions: dict, datasets: list[str]) -> list[str]:
     """Every stage by DVC's name: 'train', 'prepare@alpaca', …"""
     return [
         f"{group}@{name}" if name else group
-        for group, definition in definitions["stages"].items()
+        for group, definition in ours(definitions).items()
         for name in (datasets if "foreach" in definition else [""])
     ]
 
@@ -35,7 +46,7 @@ def learn(write: bool) -> dict[str, Any]:
     content, definitions = parameters.read_yaml("params.yaml"), parameters.read_yaml("dvc.yaml")
     datasets = sorted(content["datasets"])
     stages = stage_names(definitions, datasets)
-    code = {group: code_files(group, definitions) for group in definitions["stages"]}
+    code = {group: code_files(group, definitions) for group in ours(definitions)}
     # As DVC reads them: without the schema's defaults, so that both tools see the same change.
     now = {
         stage: {
@@ -52,8 +63,12 @@ def learn(write: bool) -> dict[str, Any]:
 
 
 def read_lock() -> dict[str, dict]:
-    """Stages of dvc.lock. Raises UserError, with the way out, for one that a merge or a kill left
-    unreadable."""
+    """Stages of dvc.lock, which is read as DVC reads it. Raises UserError, with the way out, for
+    one that a merge or a kill left unreadable."""
+    from dvc.schema import COMPILED_LOCKFILE_SCHEMA
+    from dvc.utils.serialize import YAMLFileCorruptedError, parse_yaml
+    from voluptuous import Invalid
+
     path = Path("dvc.lock")
     if not path.exists():
         return {}
@@ -61,18 +76,19 @@ def read_lock() -> dict[str, dict]:
     if any(line.startswith("<<<<<<< ") for line in text.splitlines()):
         raise UserError(
             "dvc.lock has merge conflicts; `git checkout --ours dvc.lock` (or --theirs), then "
-            "build: what the "
-            "other side had made comes back from the cache"
+            "build: what the other side had made comes back from the cache"
         )
     try:
-        if not text.endswith("\n"):
-            raise UserError("cut off in a line")
-        return (parameters.read_yaml(path) or {}).get("stages", {})
-    except (UserError, AttributeError):
+        stages = COMPILED_LOCKFILE_SCHEMA(parse_yaml(text, "dvc.lock"))["stages"]
+        for stage in stages.values():
+            for entry in (*stage.get("deps", []), *stage.get("outs", [])):
+                if not re.fullmatch(r"[0-9a-f]{32}(\.dir)?", entry.get("md5", "0" * 32)):
+                    raise Invalid(f"{entry['path']} has the digest {entry['md5']!r}")
+        return stages
+    except (YAMLFileCorruptedError, Invalid, KeyError, AttributeError):
         raise UserError(
-            "dvc.lock is cut off: dvc was killed while writing it; `rm dvc.lock`, then build: "
-            "finished stages "
-            "come back from the cache without running"
+            "dvc.lock is cut off or damaged; `rm dvc.lock` (or `git checkout dvc.lock`), then "
+            "build: finished stages come back from the cache without running"
         ) from None
 
 
@@ -96,6 +112,11 @@ def mark_stale(stage: str, reason: Any) -> None:
         canonical_json({"params": content["params"], "stale": reason, "seen": time.time_ns()})
         + "\n",
     )
+
+
+def marked_stale(stage: str) -> bool:
+    """Whether a stage was found stale in this folder since its parameters last changed."""
+    return "stale" in json.loads((KEYS / f"{stage}.json").read_text())
 
 
 def changes(recorded: dict[str, dict], now: dict[str, dict[str, Any]]) -> list[str]:

@@ -2,14 +2,20 @@
 outputs linked, not copied."""
 
 import contextlib
+import copy
 import logging
 import os
+import re
 from pathlib import Path
 
 import dvc.dvcfile
 import dvc.output
+import dvc.stage.cache
 import dvc.stage.run
 from dvc.exceptions import DvcException
+from dvc.utils.serialize import YAMLFileCorruptedError, dumps_yaml, modify_yaml, parse_yaml
+
+from eagle3.build.shared import log
 
 
 def install() -> None:
@@ -19,6 +25,7 @@ def install() -> None:
     dvc.dvcfile.modify_yaml = replacing_yaml
     dvc.output.otransfer = _linking
     dvc.stage.run.cmd_run = _holding_to_its_inputs
+    dvc.stage.cache.StageCache._load_cache = _of_its_inputs
     dvc.dvcfile.logger.setLevel(logging.WARNING)
     dvc.output.logger.addFilter(lambda record: record.msg != "'%s' is empty.")
 
@@ -26,38 +33,44 @@ def install() -> None:
 @contextlib.contextmanager
 def replacing_yaml(path, fs=None):
     """Stands in for DVC's `modify_yaml`: takes what is set for some stages of dvc.lock, and
-    replaces the file by rename.
+    replaces the file by rename. What stands there beside it is kept.
 
-    Only their text is written anew, by DVC's own writer, and none is read: for all stages that
-    takes seconds."""
-    from dvc.utils.serialize import dumps_yaml
-
+    DVC's own way takes half a second for forty stages, so in a file as DVC writes it only the text
+    of these stages is written anew. Any other form goes DVC's way."""
     content: dict = {"schema": "2.0", "stages": {}}
     yield content
-    text = Path(path).read_text(encoding="utf-8") if os.path.exists(path) else "schema: '2.0'\n"
-    head, _, body = text.partition("stages:\n")
-    blocks = _blocks(body)
-    for name, stage in content["stages"].items():
-        blocks[name] = dumps_yaml({"stages": {name: stage}}).removeprefix("stages:\n")
+    text = Path(path).read_text(encoding="utf-8") if os.path.exists(path) else ""
+    new = _spliced(text, content["stages"]) if text else dumps_yaml(content)
     temporary = f"{path}.{os.getpid()}.tmp"
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(head + "stages:\n" + "".join(blocks.values()))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        Path(temporary).write_text(text if new is None else new, encoding="utf-8")
+        if new is None:
+            with modify_yaml(temporary) as whole:
+                whole["schema"] = content["schema"]
+                whole["stages"] = whole.get("stages") or {}
+                whole["stages"].update(content["stages"])
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
 
 
-def _blocks(body: str) -> dict[str, str]:
-    """The text of each stage of a dvc.lock, by its name: what stands under `stages:` from one name
-    to the next."""
-    found: dict[str, str] = {}
-    name = None
-    for line in body.split("\n")[:-1]:  # what follows the last line end was cut off
-        if line.startswith("  ") and line[2:3] not in " -" and line.endswith(":"):
-            name = line.strip()[:-1].strip("'\"")
-            found[name] = ""
-        found[name] += f"{line}\n"
-    return found
+def _spliced(text: str, stages: dict) -> str | None:
+    """`text` with these stages in it, each from its name to the next; None if the file, read as
+    YAML, would then not hold them and all else as before."""
+    new = text
+    for name, stage in stages.items():
+        block = dumps_yaml({"stages": {name: stage}}).removeprefix("stages:\n")
+        head = re.escape(block.partition("\n")[0])
+        new, found = re.subn(rf"(?m)^{head}\n(?:(?:   .*)?\n)*", lambda _: block, new)  # noqa: B023
+        new += "" if found else block
+    try:
+        wanted = parse_yaml(text, "dvc.lock")
+        wanted["stages"].update(parse_yaml(dumps_yaml(stages), "dvc.lock"))
+        return new if parse_yaml(new, "dvc.lock") == wanted else None
+    except (YAMLFileCorruptedError, KeyError, AttributeError, TypeError):
+        return None
 
 
 _transfer = dvc.output.otransfer
@@ -89,3 +102,21 @@ def _holding_to_its_inputs(stage, **kwargs) -> None:
             )
 
     stage.save_deps = save_deps
+
+
+_load_cache = dvc.stage.cache.StageCache._load_cache
+
+
+def _of_its_inputs(cache, key: str, value: str) -> dict | None:
+    """Stands in for DVC's reader of a run cache entry, which may have come from a remote: one whose
+    command, inputs or paths are not those that its name was made of is removed."""
+    entry = _load_cache(cache, key, value)
+    if entry:
+        made_of = dvc.stage.cache._get_cache_hash(copy.deepcopy(entry), key=True)
+        if (made_of, dvc.stage.cache._get_cache_hash(entry)) == (key, value):
+            return entry
+        log(f"{key[:8]} in the run cache is not what its name says, and is removed")
+        os.unlink(cache._get_cache_path(key, value))
+        with contextlib.suppress(OSError):  # others are in it
+            os.rmdir(cache._get_cache_dir(key))
+    return None

@@ -10,9 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from eagle3.build import links
-from eagle3.build.keys import mark_stale
-from eagle3.build.shared import TOUCHING, log
+from eagle3.build import links, times
+from eagle3.build.keys import mark_stale, marked_stale
+from eagle3.build.shared import KEYS, TOUCHING, log
 
 SHOWN = 12  # stale stages that are named
 
@@ -26,25 +26,85 @@ def run(rules) -> bool:
     from dvc.lock import LockError
     from dvc.repo import Repo, lock_repo
 
+    from eagle3.build.objects import Guard
+
+    times.leave_the_future(KEYS, "data")
     try:
         with Repo() as repo, lock_repo(repo):
-            status, graph = links.without_dangling(repo.status), repo.index.graph
+            guard = Guard(repo)
+            status = links.without_dangling(repo.status)
+            graph = ours(repo.index.graph)
+            absent = [s for s in graph if is_absent(s, status, graph, guard.dropped)]
     except LockError:
         log("dvc is busy in this folder; what it has finished is shown when it ends")
         return False
     except DvcException as error:
         log(f"dvc status failed, so more than necessary may be checked: {error}")
         return False
+    status = {name: status[name] for name in status if name not in names(absent)}
     clean, stale = sort_out(status, graph)
+    outs = {stage.addressing: [out.fs_path for out in stage.outs] for stage in graph}
     new = {stage.addressing for stage in graph if not any(dep.hash_info for dep in stage.deps)}
     reasons = {stage: "never run" if stage in new else describe(status[stage]) for stage in stale}
     for stage in stale:
         mark_stale(stage, reasons[stage])
+        times.set_back(outs[stage], KEYS / f"{stage}.json")
     for stage in stale[:SHOWN]:
         log(f"{stage}: {reasons[stage]}")
     if len(stale) > SHOWN:
         log(f"and {len(stale) - SHOWN} more stages")
-    return _touch(first_outputs(rules, clean))
+    # A stage whose inputs were not fetched cannot be touched, since a touch goes through them.
+    whole = [name for name in clean if not below(name, absent, graph)]
+    for stage in set(clean) - set(whole):
+        times.set_to_now(outs[stage])
+    return _touch(first_outputs(rules, whole))
+
+
+def names(stages) -> set[str]:
+    return {stage.addressing for stage in stages}
+
+
+def ours(graph):
+    """The part of DVC's graph that has rules: stages of other people in the same repository are
+    theirs alone."""
+    rules = Path("dvc.yaml").resolve()
+    return graph.subgraph(
+        stage
+        for stage in graph
+        if getattr(stage, "name", None)
+        and Path(stage.path).resolve() == rules
+        and (KEYS / f"{stage.addressing}.json").exists()
+    )
+
+
+def is_absent(stage, status: dict, graph, dropped: set[str]) -> bool:
+    """Whether a stage is stale only in that it, or what it was made from, was never fetched: it is
+    as recorded, and nothing need be made for its sake. What was lost or found damaged here
+    (`dropped` are digests) is made again."""
+    import networkx
+
+    from eagle3.build.objects import used
+
+    said = status.get(stage.addressing, [])
+    if not said or marked_stale(stage.addressing) or not all(isinstance(s, dict) for s in said):
+        return False
+    reasons = {kind: items for entry in said for kind, items in entry.items()}
+    outs = reasons.pop("changed outs", {})
+    if outs and ("not in cache" not in outs.values() or any(map(os.path.exists, outs))):
+        return False
+    deleted = all(what == "deleted" for what in reasons.pop("changed deps", {}).values())
+    recorded = all(part.hash_info for part in (*stage.deps, *stage.outs))
+    if reasons or not deleted or not recorded or dropped & set(used(stage)):
+        return False
+    return not stage.changed(allow_missing=True, upstream=list(networkx.descendants(graph, stage)))
+
+
+def below(name: str, absent: list, graph) -> bool:
+    """Whether something that stage `name` was made from, or it itself, is not here."""
+    import networkx
+
+    (stage,) = (stage for stage in graph if stage.addressing == name)
+    return bool(({stage} | networkx.descendants(graph, stage)) & set(absent))
 
 
 def sort_out(status: dict, graph) -> tuple[list[str], list[str]]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from eagle3.core import orphans
 from eagle3.core import params as parameters
 from eagle3.core.code import code_files
+from eagle3.core.dvc_cache import check_mounted, drop_damaged
 from eagle3.core.errors import UserError
 from eagle3.core.process import exclusive, watch_ancestors
 from eagle3.core.progress import duration
@@ -54,6 +55,11 @@ def running(name: str, params_path: str | Path, inputs: list[str | Path]) -> Ite
             file=sys.stderr,
             flush=True,
         )
+    if damaged := drop_damaged(inputs):
+        raise UserError(
+            f"{', '.join(map(str, damaged[:5]))}: the file in DVC's cache was damaged, and is "
+            "removed; run the same command again, and it is made anew"
+        )
     files = [Path(params_path), *map(Path, inputs)]
     code = code_files(name, parameters.read_yaml("dvc.yaml"))
     before = _stamps(files) | _contents(code)
@@ -89,6 +95,7 @@ def _stamps(paths: list[Path]) -> dict[Path, tuple]:
     file."""
     stamps = {}
     for path in paths:
+        check_mounted(path)
         if not path.exists():
             raise UserError(f"{path} is missing; `snakemake --cores all {path}` builds it")
         files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]

@@ -3,6 +3,8 @@
 import os
 import re
 import shutil
+import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +52,13 @@ class Checkpoints:
         it."""
         for path in reversed(_files(self.folder)):
             try:
+                with zipfile.ZipFile(path) as archive:  # torch itself compares no checksum
+                    damaged = archive.testzip()
                 state = torch.load(path, map_location="cpu", weights_only=True)
-            except Exception:  # torch raises whatever its unpickler meets
+            except Exception as error:  # torch raises whatever its unpickler meets
+                damaged = type(error).__name__
+            if damaged:
+                print(f"{path} is damaged ({damaged}); the one before it is taken", file=sys.stderr)
                 continue
             if state["key"] != self.key:
                 raise UserError(
