@@ -23,7 +23,6 @@ GUIDES = [
         "architecture.md",
         "glossary.md",
         "tutorial.md",
-        "how-it-decides.md",
         "build.md",
         "cluster.md",
     )

@@ -89,6 +89,8 @@ def test_the_lock_file_is_written_as_dvc_writes_it(tmp_path):
         assert (tmp_path / "gate").read_text() == (tmp_path / "dvc").read_text()
 
 
+FOUR = "schema: '2.0'\nstages:\n    target:\n        cmd: a\n    train:\n        cmd: b\n"
+FLOW = '{"schema": "2.0", "stages": {"target": {"cmd": "a"}, "train": {"cmd": "b"}}}\n'
 PLAIN = "schema: '2.0'\nstages:\n  target:\n    cmd: a\n  train:\n    cmd: b\n    outs: []\n"
 
 
@@ -98,8 +100,8 @@ PLAIN = "schema: '2.0'\nstages:\n  target:\n    cmd: a\n  train:\n    cmd: b\n  
         PLAIN.replace("stages:\n", "stages: # do not edit\n"),
         PLAIN.replace("stages:\n", "stages:\n  # built on the big machine\n"),
         PLAIN.replace("    cmd", "        cmd").replace("    outs", "        outs"),
-        "schema: '2.0'\nstages:\n    target:\n        cmd: a\n    train:\n        cmd: b\n        outs: []\n",
-        '{"schema": "2.0", "stages": {"target": {"cmd": "a"}, "train": {"cmd": "b", "outs": []}}}\n',
+        FOUR,
+        FLOW,
         PLAIN.rstrip("\n"),
         PLAIN + "datasets:\n- name: x\n",
         PLAIN.replace("train:", '"train":'),

@@ -1,6 +1,7 @@
 """What every stage does around its work. Alone: python -m pytest tests/core/test_stage.py"""
 
 import argparse
+import json
 import os
 import signal
 import subprocess
@@ -114,16 +115,22 @@ def test_a_params_file_broken_during_the_run_fails_the_stage(project):
             (project / "params.yaml").write_text("a: [")
 
 
-def test_what_is_left_of_other_data_sets_goes_first_and_is_no_change(project, capsys):
-    (project / "records").mkdir()
-    for name in ("one", "old"):
-        (project / f"records/{name}.parquet").write_text("")
-    with running("train", "params.yaml", ["records"]):
-        assert not Path("records/old.parquet").exists()
-    assert "train: removed records/old.parquet" in capsys.readouterr().err
+def test_what_a_build_left_of_other_data_sets_goes_first_and_is_no_change(project, capsys):
+    records = project / "data/records"
+    records.mkdir(parents=True)
+    for name in ("one", "old", "mine"):
+        (records / f"{name}.parquet").write_text("")
+    made = {"path": "data/records/old.parquet", "md5": "d41d8cd98f00b204e9800998ecf8427e"}
+    lock = {"schema": "2.0", "stages": {"tokenize@old": {"outs": [made]}}}
+    (project / "dvc.lock").write_text(json.dumps(lock))
+    with pytest.raises(UserError, match="mine.parquet: of no data set .* made by no build"):
+        with running("train", "params.yaml", ["data/records"]):
+            pass
+    assert (records / "mine.parquet").exists() and not (records / "old.parquet").exists()
+    assert "train: removed data/records/old.parquet" in capsys.readouterr().err
     with pytest.raises(UserError, match="records/one.parquet changed"):
-        with running("train", "params.yaml", ["records"]):
-            Path("records/one.parquet").unlink()
+        with running("train", "params.yaml", ["data/records"]):
+            (records / "one.parquet").unlink()
 
 
 def script(body: str) -> list[str]:

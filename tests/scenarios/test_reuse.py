@@ -261,6 +261,50 @@ def test_a_disk_that_is_not_mounted_stops_the_build(copy, tmp_path):
     assert states.is_symlink() and project.ran() == []
 
 
+@pytest.mark.quick
+def test_files_of_the_user_in_data_are_left_and_decide_nothing(copy):
+    """Beside a data set, inside one that leaves params.yaml, and by either tool."""
+    project = copy("project")
+    project.assert_fresh()
+    mine = ("data/responses/NOTES.md", "data/responses/one.backup/raw.jsonl", "data/records/old/x")
+    for name in mine:
+        (project / name).parent.mkdir(exist_ok=True)
+        (project / name).write_text("precious")
+    said = project.snakemake("-n", "bench")
+    assert "data/responses/NOTES.md was made by no build; it is left alone" in said
+    project.assert_fresh()
+    project.edit_params(bench__max_new_tokens=6)
+    project.snakemake()
+    assert project.ran() == ["bench"]
+    (project / "data/.dvcignore").unlink()
+    assert "bench" in project.stale()
+    assert "NOTES.md" in project.dvc("repro", check=False)
+    project.dvc("repro")
+    project.assert_fresh()
+    assert all((project / name).read_text() == "precious" for name in mine)
+
+
+def test_the_locks_of_a_build_elsewhere_stay(copy):
+    """In a container or on another host of a shared file system no process can be looked for."""
+    project = copy("project")
+    project.assert_fresh()
+    lock = project / ".snakemake/locks/0.output.lock"
+    lock.parent.mkdir(exist_ok=True)
+    running, text = project / ".build/running", "data/drafter/model.safetensors\n"
+    host, boot, space = running.read_text().split()[2:5]
+    for place, stays in (
+        (f"elsewhere {boot} {space}", True),
+        (f"{host} {boot} pid:[1]", True),
+        (f"{host} another-boot {space}", False),
+        (f"{host} {boot} {space}", False),
+    ):
+        lock.write_text(text)
+        running.write_text(f"4000000 1 {place}")
+        said = project.snakemake("-n", "bench")
+        assert lock.exists() == stays, place
+        assert ("its locks stay" in said) == stays
+
+
 def test_dvc_configuration_of_every_level_counts(copy, tmp_path, monkeypatch):
     project = copy("project")
     (tmp_path / "config").mkdir()

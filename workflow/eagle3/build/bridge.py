@@ -8,6 +8,7 @@ files, and only read again. Nothing heavy (pydantic, DVC) is imported on that pa
 import hashlib
 import json
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +50,8 @@ class Bridge:
         if anything did."""
         if not self.is_main or not _clear_locks():
             return
+        for path in orphans.ignore(orphans.strangers(self.datasets)):
+            log(f"{path} was made by no build; it is left alone, and decides nothing")
         seen = self.stamp + _fingerprint()
         if not SEEN.exists() or SEEN.read_text() != seen:
             from eagle3.build import sync
@@ -61,7 +64,7 @@ class Bridge:
         left behind, and clears away what is left of other data sets, before DVC looks at the
         folders that they lie in."""
         _write(RUNNING, _identity(os.getpid()))
-        for path in orphans.remove(Path("data").glob("*") if self.is_main else (), self.datasets):
+        for path in orphans.remove(orphans.entries(self.datasets)) if self.is_main else ():
             log(f"removed {path}: params.yaml no longer has this data set")
 
     def remember(self, built: set[str]) -> None:
@@ -159,12 +162,29 @@ def _write(path: Path, text: str) -> None:
 
 
 def _identity(pid: int) -> str:
-    """A process's number and start time: a number alone may belong to a later process."""
+    """A process's number and start time, since a number alone may belong to a later process, and
+    where it counts: host, boot, PID namespace."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
-    return "" if fields[0] in "ZX" else f"{pid} {fields[19]}"
+    return "" if fields[0] in "ZX" else f"{pid} {fields[19]} {_place()}"
+
+
+def _place() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return (
+        f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else '-'} "
+        f"{os.readlink('/proc/self/ns/pid')}"
+    )
+
+
+def _is_elsewhere(holder: str) -> bool:
+    """Whether a build was started where its process cannot be looked for: on another host, or in a
+    container. One of this host before it was started anew is none."""
+    host, boot, space = holder.split()[2:5]
+    own_host, own_boot, own_space = _place().split()
+    return host != own_host or (boot == own_boot and space != own_space)
 
 
 def _clear_locks() -> bool:
@@ -176,6 +196,13 @@ def _clear_locks() -> bool:
     locks = list(Path(".snakemake/locks").glob("*"))
     holder = RUNNING.read_text() if RUNNING.exists() else ""
     pid = holder.partition(" ")[0]
+    if len(holder.split()) == 5 and _is_elsewhere(holder):
+        if locks:
+            log(
+                f"{holder.split()[2]} builds here, or was killed while it did, as process {pid}, "
+                "which cannot be seen from here; its locks stay. If it is dead: snakemake --unlock"
+            )
+        return not locks
     if pid and holder == _identity(int(pid)) and int(pid) != os.getpid():
         if locks:
             log(

@@ -11,11 +11,13 @@ import contextlib
 import errno
 import gc
 import json
+import os
 import shutil
 import sys
 import time
 from pathlib import Path
 
+from dvc.config import Config
 from dvc.exceptions import DvcException
 from dvc.lock import LockError, make_lock
 from dvc.repo import Repo, lock_repo
@@ -23,12 +25,16 @@ from dvc.stage.exceptions import StageCmdFailedError
 
 from eagle3.build import links, objects, recording, remote
 
+LEFT = "If no dvc and no other build runs here, one was killed: rm .dvc/tmp/lock"
+
 
 def bring_up_to_date(name: str) -> None:
     """Raises DvcException if the stage fails."""
     repair_rwlock()
     recording.install()
-    with Repo(_wait_for_lock=True) as repo, lock_repo(repo):
+    # A hard link is left by a kill, and who waits for it in DVC waits for good, without a word.
+    wait = not Config(os.path.abspath(".dvc"))["core"].get("hardlink_lock")
+    with Repo(_wait_for_lock=wait) as repo, lock_repo(repo):
         guard = objects.Guard(repo)
         stage = repo.stage.collect(name)[0]
         if not links.without_dangling(stage.changed):
@@ -93,7 +99,7 @@ def main(name: str) -> int:
                     print(line, file=sys.stderr, flush=True)
                 return 1
             if not said:
-                print(f"{name}: waiting. {error}", flush=True)
+                print(f"{name}: waiting. {error}\n{LEFT}", flush=True)
             said = True
             time.sleep(2)
 

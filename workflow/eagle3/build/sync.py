@@ -36,7 +36,10 @@ def run(rules) -> bool:
             graph = ours(repo.index.graph)
             absent = [s for s in graph if is_absent(s, status, graph, guard.dropped)]
     except LockError:
-        log("dvc is busy in this folder; what it has finished is shown when it ends")
+        log(
+            "dvc is busy in this folder; what it has finished is shown when it ends. If no dvc and "
+            "no other build runs here, one was killed: rm .dvc/tmp/lock"
+        )
         return False
     except DvcException as error:
         log(f"dvc status failed, so more than necessary may be checked: {error}")

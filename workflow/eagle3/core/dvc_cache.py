@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from eagle3.core.errors import UserError
-from eagle3.core.params import read_yaml
 
 
 def cached_files(stage: str, out: str) -> dict[str, Path]:
@@ -21,6 +20,8 @@ def cached_files(stage: str, out: str) -> dict[str, Path]:
     survive."""
     found: dict[str, Path] = {}
     if Path("dvc.lock").exists():
+        from eagle3.core.params import read_yaml
+
         cache, _ = cache_config()
         for entry in (read_yaml("dvc.lock") or {}).get("stages", {}).get(stage, {}).get("outs", []):
             if entry["path"] == out and entry.get("md5", "").endswith(".dir"):

@@ -49,12 +49,7 @@ def running(name: str, params_path: str | Path, inputs: list[str | Path]) -> Ite
     The second would let DVC record an output beside inputs that did not make it.
     """
     watch_ancestors()
-    for path in orphans.remove(inputs, parameters.load(params_path).datasets):
-        print(
-            f"{name}: removed {path}: params.yaml no longer has this data set",
-            file=sys.stderr,
-            flush=True,
-        )
+    _clear_away(name, orphans.entries(parameters.load(params_path).datasets, inputs))
     if damaged := drop_damaged(inputs):
         raise UserError(
             f"{', '.join(map(str, damaged[:5]))}: the file in DVC's cache was damaged, and is "
@@ -79,6 +74,24 @@ def running(name: str, params_path: str | Path, inputs: list[str | Path]) -> Ite
         if changed != [str(params_path)] or not _same_slices(stage, params_path):
             _check_unchanged(name, changed)
         stage.log(f"done in {duration(time.monotonic() - started)}")
+
+
+def _clear_away(name: str, found: list[Path]) -> None:
+    """Raises UserError for files of nobody's that DVC, called without Snakemake, counted as
+    inputs."""
+    removed = orphans.remove(found)
+    for path in removed:
+        print(
+            f"{name}: removed {path}: params.yaml no longer has this data set",
+            file=sys.stderr,
+            flush=True,
+        )
+    if seen := orphans.ignore([path for path in found if path not in removed]) if found else []:
+        raise UserError(
+            f"{', '.join(map(str, seen[:5]))}: of no data set in params.yaml and made by no build; "
+            "left there, and named in data/.dvcignore, so that it decides nothing: run the same "
+            "command again"
+        )
 
 
 def _check_unchanged(name: str, files: list[str]) -> None:
