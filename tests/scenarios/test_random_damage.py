@@ -1,5 +1,5 @@
-"""Random damage with a fixed seed: after a build every artifact is what it was, or the build said in
-a sentence why it stopped; none is silently different.
+"""Random damage with a fixed seed: after a build every artifact is what it was, or the build says
+in a sentence why it stopped; none is silently different.
 
 Alone: EAGLEMAKE_SCENARIOS=1 python -m pytest -s tests/scenarios/test_random_damage.py. Without the
 variable one round runs; EAGLEMAKE_DAMAGES=N sets their number."""
