@@ -45,7 +45,8 @@ class Guard:
             path.unlink()
             self.dropped.add(oid)
             raise ObjectFormatError(f"{path} is damaged")
-        self._seen.add(oid)
+        if self.again:
+            self._seen.add(oid)
         return Meta.from_info(_localfs_info(str(path)))
 
     def made(self, stage) -> None:
