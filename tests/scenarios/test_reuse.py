@@ -278,7 +278,7 @@ def test_files_of_the_user_in_data_are_left_and_decide_nothing(copy):
     assert project.ran() == ["bench"]
     (project / "data/.dvcignore").unlink()
     assert "bench" in project.stale()
-    assert "NOTES.md" in project.dvc("repro", check=False)
+    assert "data/records/old: of no data set" in project.dvc("repro", check=False)
     project.dvc("repro")
     project.assert_fresh()
     assert all((project / name).read_text() == "precious" for name in mine)

@@ -49,7 +49,7 @@ def running(name: str, params_path: str | Path, inputs: list[str | Path]) -> Ite
     The second would let DVC record an output beside inputs that did not make it.
     """
     watch_ancestors()
-    _clear_away(name, orphans.entries(parameters.load(params_path).datasets, inputs))
+    _clear_away(name, sorted(parameters.load(params_path).datasets), inputs)
     if damaged := drop_damaged(inputs):
         raise UserError(
             f"{', '.join(map(str, damaged[:5]))}: the file in DVC's cache was damaged, and is "
@@ -76,9 +76,10 @@ def running(name: str, params_path: str | Path, inputs: list[str | Path]) -> Ite
         stage.log(f"done in {duration(time.monotonic() - started)}")
 
 
-def _clear_away(name: str, found: list[Path]) -> None:
+def _clear_away(name: str, datasets: list[str], inputs: list[str | Path]) -> None:
     """Raises UserError for files of nobody's that DVC, called without Snakemake, counted as
     inputs."""
+    found = orphans.entries(datasets, inputs)
     removed = orphans.remove(found)
     for path in removed:
         print(
@@ -86,7 +87,10 @@ def _clear_away(name: str, found: list[Path]) -> None:
             file=sys.stderr,
             flush=True,
         )
-    if seen := orphans.ignore([path for path in found if path not in removed]) if found else []:
+    left = {path for path in found if path not in removed}
+    if seen := sorted(
+        left.intersection(orphans.ignore(orphans.strangers(datasets)) if left else ())
+    ):
         raise UserError(
             f"{', '.join(map(str, seen[:5]))}: of no data set in params.yaml and made by no build; "
             "left there, and named in data/.dvcignore, so that it decides nothing: run the same "
