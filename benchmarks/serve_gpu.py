@@ -351,10 +351,11 @@ def show(cells: list[dict], curve_cells: list[dict], content: dict) -> None:
         f = cell["all"]
         length, rates, outputs = f["accept_length"], f["tokens_per_second"], f["outputs"]
         replayed = length["replayed"] or float("nan")
+        low, high = (f[end] or float("nan") for end in ("speed_up_low", "speed_up_high"))
         print(
             f"{cell['variant']:24} {cell['concurrency']:5} {rates['baseline']:9.0f} "
             f"{rates['speculative']:9.0f} "
-            f"{f['speed_up']:7.3f} [{f['speed_up_low']:.3f}, {f['speed_up_high']:.3f}] "
+            f"{f['speed_up']:7.3f} [{low:.3f}, {high:.3f}] "
             f"{length['served']:7.3f} "
             f"{replayed:7.3f} {replayed / length['served'] - 1:6.1%} "
             f"{length['simulated'] or float('nan'):7.3f} "

@@ -5,6 +5,7 @@ import random
 
 import pytest
 from eagle3.bench.figures import (
+    LEAST_PROMPTS,
     Arm,
     Served,
     Simulated,
@@ -104,6 +105,25 @@ def test_interval_is_a_point_without_noise_and_narrows_with_prompts():
     assert interval(*noisy_arms(1.7, 0, 10, 0)) == (pytest.approx(1), pytest.approx(1))
     few, many = (interval(*noisy_arms(1.7, 0.2, n, 1)) for n in (8, 200))
     assert many[1] - many[0] < 0.5 * (few[1] - few[0])
+
+
+@pytest.mark.parametrize("prompts", [0, 1, LEAST_PROMPTS - 1])
+def test_too_few_prompts_have_no_interval(prompts):
+    base, spec = noisy_arms(1.7, 0.2, prompts, 0)
+    assert interval(base, spec) is None
+    made = figures(Arm(base, {0: 1.0}), Arm(spec, {0: 1.0}), 3, None)
+    assert made["speed_up_low"] is made["speed_up_high"] is None
+    low, high = interval(*noisy_arms(1.7, 0.2, LEAST_PROMPTS, 0))
+    assert low < 1 < high
+
+
+def test_tokens_behind_a_stop_count_nowhere():
+    """Two cycles that accepted three drafts each, of which a stop token let four be emitted in
+    all, and a cycle begun after the end: 2.0 a cycle, never 4.0, never under 1."""
+    cut = Served("s", "1", 0, [1] * 5, 1.0, cycles=2, accepted=[0, 0, 0, 2])
+    assert accept_lengths([cut], None)["per_cycle"] == 2
+    late = Served("s", "1", 0, [1] * 2, 1.0, cycles=2, accepted=[2, 0, 0, 0])
+    assert accept_lengths([late], None)["per_cycle"] == 1
 
 
 def test_interval_holds_the_truth_about_as_often_as_it_says():

@@ -7,6 +7,7 @@ from eagle3.bench import in_process as benching
 from eagle3.bench import statistics as measuring
 from eagle3.bench import verdict as judging
 from eagle3.bench.replay import Simulator
+from eagle3.bench.speculate import Decoder
 from eagle3.bench.statistics import Variant
 from eagle3.target import layers
 
@@ -51,6 +52,26 @@ def test_arms_take_turns_at_going_first(cells):
     assert sum(measured.arms[None, 1].walls.values()) == pytest.approx(
         sum(row.seconds for row in plain)
     )
+
+
+def test_both_arms_warm_up_alike(tiny_target, learnt, monkeypatch):
+    """Whatever a first run costs, it costs neither arm."""
+    runs = []
+    for name in ("plain", "speculative"):
+        real = getattr(Decoder, name)
+
+        def counted(self, prompt, *more, name=name, real=real):
+            runs.append((name, more[0]))
+            return real(self, prompt, *more)
+
+        monkeypatch.setattr(Decoder, name, counted)
+    prompts = [{"dataset": "a", "id": "0", "prompt_ids": learnt.prompts[0]}]
+    captured = layers.captured_layers(tiny_target.num_layers)
+    variant = Variant("3-1-4", learnt.folder, 3)
+    measured = benching.measure(tiny_target, learnt.drafter, captured, prompts, variant, 12)
+    assert sorted(runs[:2]) == [("plain", 8), ("speculative", 8)]
+    assert sorted(runs[2:]) == [("plain", 12), ("speculative", 12)]
+    assert all(len(arm.rows) == 1 for arm in measured.arms.values())
 
 
 def test_an_untrained_drafter_is_refused(tiny_target, learnt):

@@ -31,14 +31,16 @@ def test_a_drafter_that_knows_the_answers_comes_near_the_maximum(tiny_target, le
 
 
 def test_accepted_counts_add_up_to_the_tokens(tiny_target, learnt):
-    """Every cycle gives its accepted drafts and one token of the target's own; only the last cycle
-    may be cut."""
+    """Every cycle gives its accepted drafts and one token of the target's own; a last one that
+    the limit cuts counts no draft that was not emitted."""
     decoder = tiny_drafter.decoder(tiny_target, learnt.drafter)
     for prompt in learnt.prompts:
-        made = decoder.speculative(prompt, 12, 3)
-        tokens = 1 + sum(n + 1 for n in made.accepted)
-        assert all(0 <= n <= 3 for n in made.accepted)
-        assert tokens - (made.accepted[-1] + 1) < len(made.ids) <= tokens
+        for limit in (9, 10, 11, 12):
+            made = decoder.speculative(prompt, limit, 3)
+            assert all(0 <= n <= 3 for n in made.accepted)
+            whole = 1 + sum(n + 1 for n in made.accepted[:-1])
+            last = len(made.ids) - whole
+            assert made.accepted[-1] in (last - 1, last) and len(made.ids) <= limit
 
 
 def test_a_stop_token_inside_a_cycle_ends_the_answer(tiny_target, learnt):
@@ -46,7 +48,10 @@ def test_a_stop_token_inside_a_cycle_ends_the_answer(tiny_target, learnt):
     prompt, answer = learnt.prompts[0], learnt.answers[0]
     decoder.stop_ids = {answer[6]}
     end = answer.index(answer[6]) + 1
-    assert decoder.speculative(prompt, 12, 3).ids == answer[:end] == decoder.plain(prompt, 12).ids
+    made = decoder.speculative(prompt, 12, 3)
+    assert made.ids == answer[:end] == decoder.plain(prompt, 12).ids
+    # Tokens drafted behind the stop are emitted by nobody.
+    assert sum(n + 1 for n in made.accepted[:-1]) + 1 + made.accepted[-1] <= end
 
 
 @pytest.mark.parametrize("tokens", [1, 2])

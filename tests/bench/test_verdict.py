@@ -96,6 +96,11 @@ def test_faster_and_undecided_are_told_apart():
     )
 
 
+def test_without_an_interval_no_verdict_leans_on_one():
+    text = judging.verdict(cell(speed_up=0.6, speed_up_low=None, speed_up_high=None))
+    assert "0.60 times as fast as the baseline (no interval: it takes at least 4 prompts" in text
+
+
 def test_differences_are_explained_with_what_was_measured():
     made = cell(
         outputs__equal=3, outputs__common_prefix_share=0.9, outputs__equal_to_itself={"baseline": 3}

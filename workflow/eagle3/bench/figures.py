@@ -13,6 +13,9 @@ import numpy
 
 RESAMPLES = 2000
 LEVEL = 0.95
+# Fewer prompts than this vary too little among themselves to show how far off a speed-up may be:
+# one prompt resampled is always itself.
+LEAST_PROMPTS = 4
 
 
 @dataclass
@@ -88,7 +91,7 @@ def figures(
         arms = {arm: rows.of(name) for arm, rows in arms.items()}
     rates = {arm: _rate(rows.rows) * scale[arm] for arm, rows in arms.items()}
     speed_up = rates["speculative"] / rates["baseline"] if rates["baseline"] else 0.0
-    low, high = interval(arms["baseline"].rows, arms["speculative"].rows)
+    low, high = interval(arms["baseline"].rows, arms["speculative"].rows) or (None, None)
     length = accept_lengths(arms["speculative"].rows, simulated)
     times = step_times(arms["baseline"], arms["speculative"])
     length["break_even"] = (
@@ -103,8 +106,8 @@ def figures(
         "verify_cycles": sum(r.cycles for r in good),
         "tokens_per_second": rates,
         "speed_up": speed_up,
-        "speed_up_low": speed_up * low,
-        "speed_up_high": speed_up * high,
+        "speed_up_low": None if low is None else speed_up * low,
+        "speed_up_high": None if high is None else speed_up * high,
         "accept_length": length,
         "acceptance": acceptance(good, steps),
         "conditional": {f"step_{k}": a for k, a in enumerate(simulated.conditional)}
@@ -137,15 +140,18 @@ def accept_lengths(rows: list[Served], simulated: Simulated | None) -> dict[str,
     `replayed` counts as `served` does."""
     good = [row for row in rows if not row.error]
     tokens, cycles = sum(len(row.ids) for row in good), sum(row.cycles for row in good)
+    emitted = sum(len(row.ids) - 1 for row in good if row.ids)  # by verify cycles
     known = [row for row in good if row.accepted]
     accepted = sum(n * count for row in known for n, count in enumerate(row.accepted))
     counted = sum(sum(row.accepted) for row in known)
     if not cycles:
         per_cycle = None
     elif counted == cycles:
-        per_cycle = 1 + accepted / cycles
+        # Some servers count drafts behind a stop token, and cycles begun after it: neither may
+        # raise or lower what was emitted.
+        per_cycle = min(1 + accepted / cycles, max(1.0, emitted / cycles))
     else:
-        per_cycle = (tokens - len(good)) / cycles
+        per_cycle = emitted / cycles
     return {
         "served": tokens / cycles if cycles else None,
         "per_cycle": per_cycle,
@@ -197,8 +203,9 @@ def spread(values: list[float]) -> dict[str, float] | None:
 
 def interval(
     baseline: list[Served], speculative: list[Served], resamples: int = RESAMPLES
-) -> tuple[float, float]:
+) -> tuple[float, float] | None:
     """95 % interval of the speed-up, relative to it: (0.97, 1.02) means from 3 % under to 2 % over.
+    None for fewer than LEAST_PROMPTS prompts.
 
     Bootstrap over prompts and repeats at once; a prompt keeps both arms' times together, so that
     long answers cancel. Only answers that both arms gave count. Source: two-way bootstrap of a
@@ -212,9 +219,9 @@ def interval(
         for rows in (baseline, speculative)
     ]
     both = times[0].keys() & times[1].keys()
-    if not both:
-        return 1.0, 1.0
     prompts, repeats = sorted({p for p, _ in both}), sorted({r for _, r in both})
+    if len(prompts) < LEAST_PROMPTS:
+        return None
     sums = numpy.zeros((4, len(repeats), len(prompts)))
     for prompt, repeat in both:
         place = repeats.index(repeat), prompts.index(prompt)

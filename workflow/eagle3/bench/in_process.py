@@ -9,6 +9,8 @@ from eagle3.core.progress import Progress
 from eagle3.drafter.model import Drafter
 from eagle3.target.model import Target
 
+WARM_UP_TOKENS = 8
+
 
 @torch.inference_mode()
 def measure(
@@ -20,11 +22,13 @@ def measure(
     max_new_tokens: int,
     repeats: int = 1,
 ) -> Measured:
-    """Both arms over `prompts`, after one warm-up. The arms take turns at going first, prompt by
-    prompt, and every second repeat turns both round."""
+    """Both arms over `prompts`, after the same warm-up of each. The arms take turns at going
+    first, prompt by prompt, and every second repeat turns both round."""
     model = target.load_model()
     decoder = Decoder(model, layers, target.stop_ids, drafter.to(model.device))
-    decoder.speculative(prompts[0]["prompt_ids"], 8, variant.steps)
+    # What the first run of an arm costs (allocations, kernels) must weigh on neither.
+    decoder.plain(prompts[0]["prompt_ids"], WARM_UP_TOKENS)
+    decoder.speculative(prompts[0]["prompt_ids"], WARM_UP_TOKENS, variant.steps)
     measured = Measured()
     arms = [measured.arm(None, 1), measured.arm(variant.name, 1)]
     with Progress("bench", repeats * len(prompts), "prompts") as bar:

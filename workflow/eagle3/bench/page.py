@@ -8,6 +8,7 @@ import html
 import sys
 from typing import Any
 
+from eagle3.bench.figures import LEAST_PROMPTS
 from eagle3.bench.plots import Line, plot
 from eagle3.core.files import read_json, write_text
 
@@ -150,6 +151,8 @@ def milliseconds(value: float | None) -> float | None:
 
 
 def interval_of(figures: dict) -> str:
+    if figures["speed_up_low"] is None:
+        return f"none under {LEAST_PROMPTS} prompts"
     return f"{figures['speed_up_low']:.2f} – {figures['speed_up_high']:.2f}"
 
 
@@ -223,8 +226,10 @@ def speed_plots(report: dict) -> str:
             Line(
                 name,
                 [(c, f["speed_up"]) for c, f in place],
-                [f["speed_up_low"] for _, f in place],
-                [f["speed_up_high"] for _, f in place],
+                *(
+                    [f[end] for _, f in place] if all(f[end] is not None for _, f in place) else []
+                    for end in ("speed_up_low", "speed_up_high")
+                ),
             )
         )
         rates.append(Line(name, [(c, f["tokens_per_second"]["speculative"]) for c, f in place]))

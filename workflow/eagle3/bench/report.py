@@ -93,18 +93,16 @@ def cells_csv(report: dict[str, Any]) -> str:
         rates = figures["tokens_per_second"]
         lines.append(
             ",".join(
-                map(
-                    str,
-                    (
-                        cell["variant"],
-                        cell["concurrency"],
-                        figures["speed_up"],
-                        figures["speed_up_low"],
-                        figures["speed_up_high"],
-                        figures["accept_length"]["served"],
-                        rates["baseline"],
-                        rates["speculative"],
-                    ),
+                "" if value is None else str(value)
+                for value in (
+                    cell["variant"],
+                    cell["concurrency"],
+                    figures["speed_up"],
+                    figures["speed_up_low"],
+                    figures["speed_up_high"],
+                    figures["accept_length"]["served"],
+                    rates["baseline"],
+                    rates["speculative"],
                 )
             )
         )

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from eagle3.bench.figures import LEAST_PROMPTS
+
 PAGE = Path("docs/report.md")
 INTRODUCTION = """# The bench report
 
@@ -109,10 +111,11 @@ class Figures(Form):
     verify_cycles: int = Field(description="Verify cycles.")
     tokens_per_second: Rates = Field(description="Throughput, by arm.")
     speed_up: float = Field(description="Throughput with speculation over that without.")
-    speed_up_low: float = Field(
-        description="Lower end of its 95 % interval, from resampling prompts and repeats."
+    speed_up_low: float | None = Field(
+        description="Lower end of its 95 % interval, from resampling prompts and repeats; null "
+        f"for fewer than {LEAST_PROMPTS} prompts."
     )
-    speed_up_high: float = Field(description="Upper end.")
+    speed_up_high: float | None = Field(description="Upper end.")
     accept_length: AcceptLength
     acceptance: Rates | None = Field(
         description="By position: share of verify cycles that accept the draft there."

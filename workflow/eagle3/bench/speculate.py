@@ -19,9 +19,9 @@ from eagle3.target.hooks import decoder_of
 
 @dataclass
 class Answer:
-    """`ids` with the stop token, if one came; `accepted`: draft tokens accepted in each verify
-    cycle; seconds spent in prefill, in verify cycles (drafting included) or decode steps; `last`
-    and `aux` are not kept."""
+    """`ids` with the stop token, if one came; `accepted`: draft tokens accepted and emitted in
+    each verify cycle; seconds spent in prefill, in verify cycles (drafting included) or decode
+    steps; `last` and `aux` are not kept."""
 
     ids: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
@@ -138,18 +138,21 @@ class Decoder:
             if accepted < steps:
                 cache.crop(accepted - steps)  # forgets the rejected ones
             length += accepted + 1
-            token = self._take(answer, tokens, max_new_tokens)
-            answer.accepted.append(accepted)
+            emitted = self._take(answer, tokens, max_new_tokens)
+            token = answer.ids[-1]
+            # Drafts behind a stop token or the limit are emitted by nobody and count nowhere.
+            answer.accepted.append(min(accepted, emitted))
         answer.seconds = time.perf_counter() - start
         return answer
 
     def _take(self, answer: Answer, tokens: list[int], max_new_tokens: int) -> int:
-        """Adds tokens up to a stop token or the limit; returns the last one added."""
+        """Adds tokens up to a stop token or the limit; returns how many."""
+        before = len(answer.ids)
         for token in tokens:
             answer.ids.append(token)
             if token in self.stop_ids or len(answer.ids) == max_new_tokens:
                 break
-        return answer.ids[-1]
+        return len(answer.ids) - before
 
     def _draft(
         self, aux: Tensor, tokens: list[int], start: int, attend: CachedAttention, steps: int

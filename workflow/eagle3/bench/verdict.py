@@ -3,6 +3,7 @@ sentence."""
 
 from typing import Any
 
+from eagle3.bench.figures import LEAST_PROMPTS
 from eagle3.core.errors import UserError
 
 CHECKLIST = (
@@ -58,10 +59,16 @@ def verdict(cell: dict[str, Any], one_of_several: bool = False) -> str:
     """One cell in words; its variant by name where there are several."""
     figures = cell["all"]
     length, speed = figures["accept_length"], figures["speed_up"]
-    range_ = f"{figures['speed_up_low']:.2f} to {figures['speed_up_high']:.2f}"
-    if figures["speed_up_high"] < 1:
+    low, high = figures["speed_up_low"], figures["speed_up_high"]
+    range_ = "" if low is None else f"{low:.2f} to {high:.2f}"
+    if low is None:
+        gain = (
+            f"{speed:.2f} times as fast as the baseline (no interval: it takes at least "
+            f"{LEAST_PROMPTS} prompts, raise bench.max_prompts)"
+        )
+    elif high < 1:
         gain = f"slower than the baseline: {speed:.2f} times its speed ({range_})"
-    elif figures["speed_up_low"] > 1:
+    elif low > 1:
         gain = f"{speed:.2f} times as fast as the baseline ({range_})"
     else:
         gain = (
