@@ -1,8 +1,8 @@
 """Random damage with a fixed seed: after a build every artifact is what it was, or the build says
 in a sentence why it stopped; none is silently different.
 
-Alone: EAGLEMAKE_SCENARIOS=1 python -m pytest -s tests/scenarios/test_random_damage.py. Without the
-variable one round runs; EAGLEMAKE_DAMAGES=N sets their number."""
+Alone: EAGLEMAKE_SCENARIOS=1 python -m pytest -s tests/scenarios/test_random_damage.py.
+EAGLEMAKE_DAMAGES=N sets their number."""
 
 import collections
 import os
@@ -14,7 +14,7 @@ import pytest
 
 from tests.scenarios.conftest import Project
 
-pytestmark = [pytest.mark.timeout(7200), pytest.mark.quick]
+pytestmark = pytest.mark.timeout(7200)
 TOGETHER = 5  # damages that share a build
 KINDS = ("flipped", "cut", "swapped", "back-dated", "removed")
 PLACES = ("data", ".dvc/cache", ".work", ".build", "dvc.lock", "store")
@@ -66,11 +66,7 @@ def refusal(said: str) -> str | None:
 
 
 def test_none_is_silently_different(copy, tmp_path):
-    count = int(
-        os.environ.get(
-            "EAGLEMAKE_DAMAGES", 300 if "EAGLEMAKE_SCENARIOS" in os.environ else TOGETHER
-        )
-    )
+    count = int(os.environ.get("EAGLEMAKE_DAMAGES", 300))
     chooser, figures = random.Random(20), collections.Counter()
     first, store = copy("first"), tmp_path / "store"
     first.dvc("remote", "add", "--local", "-d", "store", str(store))

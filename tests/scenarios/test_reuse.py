@@ -111,8 +111,7 @@ def test_plain_dvc_that_linked_a_damaged_input_is_stopped_by_the_stage(copy):
     project.assert_fresh()
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("seconds", [600, 2 * 86400])
+@pytest.mark.parametrize("seconds", [pytest.param(600, marks=pytest.mark.quick), 2 * 86400])
 def test_what_is_stale_is_built_whatever_the_clock_says(copy, seconds):
     """Times in the future, of links and of what they lead to: Snakemake alone calls the old drafter
     up to date."""
@@ -261,7 +260,6 @@ def test_a_disk_that_is_not_mounted_stops_the_build(copy, tmp_path):
     assert states.is_symlink() and project.ran() == []
 
 
-@pytest.mark.quick
 def test_files_of_the_user_in_data_are_left_and_decide_nothing(copy):
     """Beside a data set, inside one that leaves params.yaml, and by either tool."""
     project = copy("project")
