@@ -179,6 +179,19 @@ def test_what_is_missing_is_named_with_the_command_that_brings_it(built, tmp_pat
     )
 
 
+def test_data_sets_that_left_params_yaml_are_no_part_of_the_drafter(built, tmp_path, monkeypatch):
+    """dvc.lock keeps their stages, with outputs in the folders that train depends on."""
+    folder = tmp_path / "project"
+    shutil.copytree(built, folder, symlinks=True)
+    monkeypatch.chdir(folder)
+    content = yaml.safe_load(Path("dvc.lock").read_text())
+    gone = json.loads(json.dumps(content["stages"]["tokenize@a"]).replace("/a", "/gone"))
+    content["stages"]["tokenize@gone"] = gone
+    Path("dvc.lock").write_text(yaml.safe_dump(content))
+    found = lineage.trace(Path("data/drafter"))
+    assert "tokenize@a" in stages_of(found) and "tokenize@gone" not in stages_of(found)
+
+
 def test_a_drafter_that_no_lock_knows_is_matched_by_its_records(built, tmp_path, monkeypatch):
     monkeypatch.chdir(built)
     shutil.copytree("data/drafter", tmp_path / "edited")

@@ -162,6 +162,9 @@ def trace(folder: str | Path) -> dict[str, Any]:
         return result
     where, stages = found
     for stage in upstream("train", stages):
+        # dvc.lock keeps stages of data sets that have left params.yaml.
+        if (name := stage.partition("@")[2]) and name not in training.get("hidden_states", {name}):
+            continue
         outs = [
             {
                 "path": out["path"],
