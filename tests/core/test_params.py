@@ -240,3 +240,13 @@ def test_an_old_key_is_refused_with_the_name_of_the_new_one(old, new):
     with pytest.raises(UserError) as error:
         parameters.check(wrong)
     assert f"params.yaml: {old} is now called {new}" in str(error.value)
+
+
+@pytest.mark.parametrize("old, why", parameters.GONE.items())
+def test_a_key_that_is_gone_is_refused_with_the_reason(old, why):
+    key, _, value = old.partition(": ")
+    wrong = content()
+    wrong.setdefault("train", {})[key.removeprefix("train.")] = value or 1
+    with pytest.raises(UserError) as error:
+        parameters.check(wrong)
+    assert f"params.yaml: {old} is gone: {why}" in str(error.value)

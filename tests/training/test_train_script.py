@@ -75,7 +75,6 @@ def test_two_processes_leave_a_drafter_that_loads(project):
         {"nproc_per_node": 2, "parallel": "fsdp"},
         micro_batches=2,
         init="least_squares",
-        ema=0.5,
     )
     done = start(project)
     said = done.communicate(timeout=300)[0]

@@ -78,6 +78,14 @@ RENAMED = {
     "runtime.processes": "runtime.nproc_per_node",
 }
 
+# Keys of earlier versions that are gone, and why.
+GONE = {
+    "train.ema": "a moving average of the weights gained nothing",
+    "train.loss": "the soft cross-entropy is the only loss; the others learned slower",
+    "train.ramp_share": "every update trains all steps; fewer at the start cost accept length",
+    "train.schedule: linear": "use cosine or wsd",
+}
+
 
 def check(content: Any, path: str | Path = "params.yaml") -> Params:
     try:
@@ -91,6 +99,8 @@ def _explain(path, item: dict) -> str:
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "extra_forbidden" and (now := RENAMED.get(key)):
         return f"{path}: {key} is now called {now}"
+    if item["type"] == "extra_forbidden" and (why := GONE.get(key)):
+        return f"{path}: {key} is gone: {why}; take the line out"
     if item["type"] == "extra_forbidden":
         known = _keys_beside(item["loc"])
         return f"{path}: {key} is no known key; known here: {', '.join(known)}"
@@ -104,6 +114,8 @@ def _explain(path, item: dict) -> str:
         )
     if item["type"] == "literal_error" and value in RENAMED:
         return f"{path}: {key}: {value} is now called {RENAMED[value]}"
+    if item["type"] == "literal_error" and (why := GONE.get(f"{key}: {value}")):
+        return f"{path}: {key}: {value} is gone: {why}"
     hidden = isinstance(value, (dict, BaseModel)) or any(
         secrets.is_secret(str(part), value) for part in item["loc"]
     )

@@ -259,17 +259,7 @@ class Train(Section):
         None, description="Folder of a drafter to start from; its head follows its own d2t."
     )
     steps: int = Field(7, ge=1, le=16, description="Steps of training-time test.")
-    ramp_share: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="Share of updates over which the step count rises from 1 to `steps`; 0 never.",
-    )
     decay: float = Field(0.8, gt=0, le=1, description="Weight of step k is decay**k.")
-    loss: Literal["soft_cross_entropy", "total_variation", "log_acceptance"] = Field(
-        "soft_cross_entropy",
-        description="Per position: -sum p log q, 1 - sum min(p, q), or -log sum min(p, q).",
-    )
     epochs: int = Field(10, ge=1, description="Passes over the records.")
     max_updates: int | None = Field(
         None, ge=1, description="Stop after this many optimizer updates."
@@ -280,7 +270,7 @@ class Train(Section):
         description="by_size: the learning rate of a column of fc falls with the size of its "
         "channel's states.",
     )
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+    schedule: Literal["cosine", "constant", "wsd"] = Field(
         "cosine",
         description="Learning rate after the warm-up; wsd stays up and falls over the last fifth.",
     )
@@ -289,13 +279,6 @@ class Train(Section):
     )
     weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay.")
     max_grad_norm: float = Field(0.5, gt=0, description="Largest gradient norm.")
-    ema: float | None = Field(
-        None,
-        gt=0,
-        lt=1,
-        description="Decay of a moving average of the weights, which is validated and exported "
-        "instead.",
-    )
     batch_tokens: int = Field(8192, ge=1, description="Tokens in one packed batch.")
     micro_batches: int = Field(
         1, ge=1, description="Packed batches per update, shared out among the processes."
@@ -320,10 +303,6 @@ class Train(Section):
         if self.matmul == "fp8" and (self.dtype != "bfloat16" or self.path != "fast"):
             raise ValueError(
                 f"matmul fp8 needs dtype bfloat16 and path fast, not {self.dtype} and {self.path}"
-            )
-        if self.path == "readable" and self.loss != "soft_cross_entropy":
-            raise ValueError(
-                f"path readable has loss soft_cross_entropy only, not {self.loss}; use path fast"
             )
         if self.init != "random" and self.warm_start:
             raise ValueError(

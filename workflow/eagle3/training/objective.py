@@ -1,6 +1,5 @@
 """The loss of a packed batch as one module, so that DDP and FSDP2 can wrap it."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ class Objective(nn.Module):
         self.recipe = unrolled.Recipe(
             params.steps,
             getattr(torch, params.dtype),
-            params.loss,
             params.matmul == "fp8",
             softcap=softcap,
         )
@@ -32,12 +30,12 @@ class Objective(nn.Module):
             "draft_head", head[drafter.draft_ids].to(self.recipe.dtype), persistent=False
         )
 
-    def prepare(self, rows: list[dict[str, Any]], steps: int, pin: bool):
+    def prepare(self, rows: list[dict[str, Any]], pin: bool):
         """(batch for `forward`, its supervised positions per step [steps]); on the CPU, in a
         loader's thread. The batch is None where nothing is supervised."""
-        layout = layouts.plan(rows, steps, pin and not self.readable)
+        layout = layouts.plan(rows, self.recipe.steps, pin and not self.readable)
         if layout is None:
-            return None, torch.zeros(steps)
+            return None, torch.zeros(self.recipe.steps)
         return (ttt.collate(rows) if self.readable else layout), layout.counts
 
     def forward(self, batch, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -50,9 +48,7 @@ class Objective(nn.Module):
             nothing = torch.zeros_like(scale)
             return sum(p.sum() for p in self.drafter.parameters()) * 0.0, nothing, nothing
         if not self.readable:
-            return unrolled.loss(
-                self.drafter, batch, self.draft_head, replace(self.recipe, steps=len(scale)), scale
-            )
+            return unrolled.loss(self.drafter, batch, self.draft_head, self.recipe, scale)
         with self._autocast(batch.ids.device):
             return ttt.scaled_loss(self.drafter, batch, self.draft_head, scale, self.recipe.softcap)
 

@@ -20,7 +20,7 @@ from eagle3.training import even_steps, loader, parallel
 from eagle3.training.checkpoints import Checkpoints
 from eagle3.training.objective import Objective
 from eagle3.training.packing import packed_epoch
-from eagle3.training.schedule import learning_rate, steps_at
+from eagle3.training.schedule import learning_rate
 from eagle3.training.tracker import Trackers
 
 
@@ -97,7 +97,6 @@ class Trainer:
             weight_decay=params.weight_decay,
             fused=self.device.type == "cuda",
         )
-        self.average = [p.detach().clone() for p in self.weights.values()] if params.ema else []
         self.fc_factors = (
             even_steps.factors(train[i] for i in range(len(train))).to(self.device)
             if params.fc_steps == "by_size"
@@ -129,9 +128,6 @@ class Trainer:
                 self.start
             ):  # after the random weights, so that the curve shows what the start is worth
                 parallel.load_weights(self.drafter, self.start)
-                self.average = (
-                    [p.detach().clone() for p in self.weights.values()] if self.params.ema else []
-                )
                 self._validate(done, [])
         losses = self.losses
         with Progress("train", self.total, "updates", done=done.update) as bar, _signals() as stop:
@@ -175,7 +171,7 @@ class Trainer:
             number, part = item
             group = plan[number]
             rows = reader.rows(group[part]) if part < len(group) else []
-            batch, counts = self.objective.prepare(rows, self._steps(number), pin)
+            batch, counts = self.objective.prepare(rows, pin)
             return (number, counts, [row["id"] for row in rows]), batch
 
         parts = range(rank, self.params.micro_batches, world)
@@ -191,9 +187,6 @@ class Trainer:
             yield Update(
                 number, [batch for _, batch in found], self.processes.sum(counts), tokens, names
             )
-
-    def _steps(self, update: int) -> int:
-        return steps_at(update, self.total, self.params.steps, self.params.ramp_share)
 
     def _step(self, update: Update) -> tuple[torch.Tensor, torch.Tensor, float]:
         """(loss per step, hits per step) of all processes, still on the device, and the learning
@@ -221,8 +214,6 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(self.weights.values(), self.params.max_grad_norm)
         with even_steps.of(self.weights["fc.weight"], self.fc_factors):
             self.optimizer.step()
-        for mine, weight in zip(self.average, self.weights.values()):
-            mine.lerp_(weight.detach(), 1 - self.params.ema)
         return (
             self.processes.sum(shares),
             self.processes.sum(hits) / update.counts.clamp(min=1),
@@ -281,35 +272,19 @@ class Trainer:
             )
 
     def _validate(self, done: Progressed, losses: list[float], rate: float = 0.0) -> None:
-        with self._averaged():
-            figures = self.measure()
-            row = {
-                "update": done.update,
-                "loss": sum(losses) / len(losses) if losses else None,
-                "lr": rate,
-                "accept_length": figures["accept_length"],
-                **{f"accuracy_{k}": a for k, a in enumerate(figures["accuracy"])},
-                **{f"conditional_{k}": a for k, a in enumerate(figures["conditional"])},
-            }
-            done.history.append(row)
-            if figures["accept_length"] > done.best_length:
-                done.best_length, done.best_update = figures["accept_length"], done.update
-                done.best = parallel.whole(self.drafter.state_dict())
-
-    @contextlib.contextmanager
-    def _averaged(self):
-        """The moving average in place of the weights, if there is one."""
-        if not self.average:
-            yield
-            return
-        weights = list(self.weights.values())
-        kept = [p.detach().clone() for p in weights]
-        with torch.no_grad():
-            for weight, mine in zip(weights, self.average):
-                weight.copy_(mine)
-            yield
-            for weight, mine in zip(weights, kept):
-                weight.copy_(mine)
+        figures = self.measure()
+        row = {
+            "update": done.update,
+            "loss": sum(losses) / len(losses) if losses else None,
+            "lr": rate,
+            "accept_length": figures["accept_length"],
+            **{f"accuracy_{k}": a for k, a in enumerate(figures["accuracy"])},
+            **{f"conditional_{k}": a for k, a in enumerate(figures["conditional"])},
+        }
+        done.history.append(row)
+        if figures["accept_length"] > done.best_length:
+            done.best_length, done.best_update = figures["accept_length"], done.update
+            done.best = parallel.whole(self.drafter.state_dict())
 
     @torch.no_grad()
     def measure(self) -> dict[str, Any]:
@@ -320,7 +295,7 @@ class Trainer:
         reader, found = loader.Reader(data), []
         for place in range(rank, -(-len(groups) // world) * world, world):
             rows = reader.rows(groups[place]) if place < len(groups) else []
-            batch, _ = self.objective.prepare(rows, self.params.steps, pin=False)
+            batch, _ = self.objective.prepare(rows, pin=False)
             found.append(
                 self.objective.hits(batch.to(self.device) if batch is not None else None).cpu()
             )
@@ -330,7 +305,6 @@ class Trainer:
         state = {
             "weights": parallel.whole(self.drafter.state_dict()),
             "optimizer": parallel.whole(self.optimizer.state_dict()),
-            "average": parallel.whole(self.average),
             "losses": losses,
             "history": done.history,
             "best_length": done.best_length,
@@ -352,8 +326,6 @@ class Trainer:
             return Progressed()
         parallel.load_weights(self.drafter, state["weights"])
         parallel.load_optimizer(self.optimizer, state["optimizer"])
-        for mine, saved in zip(self.average, state["average"]):
-            mine.copy_(parallel.share_of(saved, mine))
         self.losses = state["losses"]
         self.log(f"continues at update {state['update']} of {self.total}")
         return Progressed(

@@ -17,7 +17,7 @@ class CausalAttention:
     """Queries of the active rows against the step-0 keys of their own sequence up to their place.
 
     q [n, heads, d], k and v [m, kv_heads, d]; log-sum-exp is fp32 [heads, n]. Padded rows give
-    zeros. `kind`: 'flash' (FlashAttention 2 as PyTorch ships it), 'cudnn' or 'plain' (loops over
+    zeros. `kind`: 'flash' (FlashAttention 2 as PyTorch ships it) or 'plain' (loops over
     sequences, any device)."""
 
     def __init__(self, layout: Layout, kind: str):
@@ -73,50 +73,6 @@ class CausalAttention:
         return aten._flash_attention_backward(
             dout, q, k, v, out, lse, *borders, *longest, 0.0, True, self.random, self.unused
         )
-
-    def _even(self, x: Tensor) -> Tensor:
-        """[S, heads, L, d] view of packed rows, for sequences of one length."""
-        return x.unflatten(0, (-1, self.layout.longest[1])).transpose(1, 2)
-
-    def _cudnn(self, q: Tensor, k: Tensor, v: Tensor):
-        """Only for batches of equally long sequences in which every row is a query."""
-        longest = self.layout.longest
-        out, lse, *_, self.seed, self.offset, _ = aten._cudnn_attention_forward(
-            self._even(q),
-            self._even(k),
-            self._even(v),
-            None,
-            None,
-            None,
-            *longest,
-            True,
-            0.0,
-            True,
-            False,
-        )
-        return out.transpose(1, 2).flatten(0, 1), lse.squeeze(-1).transpose(0, 1).flatten(1)
-
-    def _cudnn_backward(self, dout, q, k, v, out, lse):
-        length = self.layout.longest[1]
-        lse = lse.unflatten(1, (-1, length)).transpose(0, 1).contiguous().unsqueeze(-1)
-        parts = aten._cudnn_attention_backward(
-            self._even(dout),
-            self._even(q),
-            self._even(k),
-            self._even(v),
-            self._even(out),
-            lse,
-            self.seed,
-            self.offset,
-            None,
-            None,
-            None,
-            length,
-            length,
-            0.0,
-            True,
-        )
-        return tuple(x.transpose(1, 2).flatten(0, 1) for x in parts)
 
     def _plain(self, q: Tensor, k: Tensor, v: Tensor):
         out, lse = torch.empty_like(q), q.new_empty((q.shape[1], len(q)), dtype=torch.float32)

@@ -6,11 +6,9 @@ from torch import Tensor
 from torch.nn import functional
 
 FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
-KINDS = {"soft_cross_entropy": 0, "total_variation": 1, "log_acceptance": 2}
 
 
 def loss_and_gradient_(
-    kind: str,
     student: Tensor,
     teacher: Tensor,
     teacher_lse: Tensor,
@@ -22,12 +20,10 @@ def loss_and_gradient_(
 
     `teacher` [s, D] logits with `teacher_lse` and `teacher_best` [s]; `teachers` [n] is each row's
     teacher row, or -1: no loss, no gradient. `scale` [] multiplies loss and gradient. With p the
-    teacher's and q the student's distribution: soft_cross_entropy -sum p log q; total_variation 1 -
-    sum min(p, q), one minus the chance that speculative sampling accepts (arXiv 2211.17192);
-    log_acceptance -log sum min(p, q), the same goal with a gradient that does not vanish while p
-    and q hardly overlap."""
+    teacher's and q the student's distribution the loss of a row is the soft cross-entropy
+    -sum p log q. Its gradient with respect to the student's logits is q - p, since sum p is 1."""
     if student.is_cuda:
-        return _triton_loss(kind, student, teacher, teacher_lse, teacher_best, teachers, scale)
+        return _triton_loss(student, teacher, teacher_lse, teacher_best, teachers, scale)
     losses, hits = (
         student.new_zeros(len(student), dtype=torch.float32),
         torch.zeros(len(student), dtype=torch.int32),
@@ -38,22 +34,14 @@ def loss_and_gradient_(
     log_q = student[rows].float().log_softmax(-1)
     log_p = teacher[sources].float() - teacher_lse[sources].unsqueeze(-1)
     p, q = log_p.exp(), log_q.exp()
-    if kind == "soft_cross_entropy":
-        loss, gradient = -(p * log_q).sum(-1), q - p
-    else:
-        overlap = torch.minimum(p, q).sum(-1)
-        under = torch.where(q < p, q, 0.0)
-        gradient = q * under.sum(-1, keepdim=True) - under
-        loss = 1 - overlap
-        if kind == "log_acceptance":
-            loss, gradient = -overlap.log(), gradient / overlap.unsqueeze(-1)
+    loss, gradient = -(p * log_q).sum(-1), q - p
     losses[rows], hits[rows] = scale * loss, (best == teacher_best[sources]).int()
     student.zero_()
     student[rows] = (scale * gradient).to(student.dtype)
     return losses, hits
 
 
-def _triton_loss(kind, student, teacher, teacher_lse, teacher_best, teachers, scale):
+def _triton_loss(student, teacher, teacher_lse, teacher_best, teachers, scale):
     from eagle3.training.fused import triton_kernels
 
     rows, width = student.shape
@@ -69,7 +57,6 @@ def _triton_loss(kind, student, teacher, teacher_lse, teacher_best, teachers, sc
         losses,
         hits,
         width,
-        KIND=KINDS[kind],
         BLOCK=min(4096, _power(width)),
         num_warps=8,
     )

@@ -16,11 +16,11 @@ def soft_cross_entropy(
     losses,
     hits,
     width,
-    KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program per row of `student` [n, width]: its loss and hit, and the gradient in place of
-    the logits."""
+    the logits. With p the teacher's and q the student's distribution the loss is -sum p log q, its
+    gradient q - p."""
     row = tl.program_id(0).to(tl.int64)
     source = tl.load(teachers + row).to(tl.int64)
     student += row * width
@@ -38,6 +38,8 @@ def soft_cross_entropy(
         weight = tl.load(scale)
         lse_t = tl.load(teacher_lse + source)
         teacher += source * width
+        # One pass for the student's log-sum-exp, for sum p * logit and for the argmax. The sum of
+        # exponentials is kept relative to the largest logit so far, so it cannot overflow.
         top, mass, cross, best = float("-inf"), 0.0, 0.0, 0
         for start in range(0, width, BLOCK):
             inside = start + columns < width
@@ -50,26 +52,8 @@ def soft_cross_entropy(
             top = higher
             cross += tl.sum(tl.where(inside, tl.exp(t - lse_t) * s, 0.0), axis=0)
         lse = top + tl.log(mass)
-        overlap, under = 1.0, 0.0
-        if KIND != 0:
-            overlap = 0.0
-            for start in range(0, width, BLOCK):
-                inside = start + columns < width
-                s = tl.load(student + start + columns, mask=inside, other=float("-inf")).to(
-                    tl.float32
-                )
-                t = tl.load(teacher + start + columns, mask=inside, other=float("-inf")).to(
-                    tl.float32
-                )
-                q, p = tl.exp(s - lse), tl.exp(t - lse_t)
-                overlap += tl.sum(tl.minimum(p, q), axis=0)
-                under += tl.sum(tl.where(q < p, q, 0.0), axis=0)
-        if KIND == 0:
-            tl.store(losses + row, weight * (lse - cross))
-        elif KIND == 1:
-            tl.store(losses + row, weight * (1 - overlap))
-        else:
-            tl.store(losses + row, -weight * tl.log(overlap))
+        # -sum p log q = lse - sum p * logit, since sum p is 1
+        tl.store(losses + row, weight * (lse - cross))
         tl.store(hits + row, (best == tl.load(teacher_best + source)).to(tl.int32))
         tl.debug_barrier()
         for start in range(0, width, BLOCK):
@@ -77,15 +61,9 @@ def soft_cross_entropy(
             s = tl.load(student + start + columns, mask=inside, other=float("-inf")).to(tl.float32)
             t = tl.load(teacher + start + columns, mask=inside, other=float("-inf")).to(tl.float32)
             q, p = tl.exp(s - lse), tl.exp(t - lse_t)
-            if KIND == 0:
-                gradient = q - p
-            else:
-                gradient = q * (under - tl.where(q < p, 1.0, 0.0))
-                if KIND == 2:
-                    gradient = gradient / overlap
             tl.store(
                 student + start + columns,
-                (weight * gradient).to(student.dtype.element_ty),
+                (weight * (q - p)).to(student.dtype.element_ty),
                 mask=inside,
             )
 

@@ -57,11 +57,10 @@ WEIGHTS = (
 @dataclass(frozen=True)
 class Recipe:
     """How the steps are computed: compute type, `fp8` products, `attention` kernel ('auto': the
-    device's), loss, bound of the target's logits."""
+    device's), bound of the target's logits."""
 
     steps: int
     dtype: torch.dtype
-    loss: str = "soft_cross_entropy"
     fp8: bool = False
     attention: str = "auto"
     softcap: float | None = None
@@ -226,7 +225,6 @@ def _forward(
         ew.norm_(s.head_x[k], state, s.norms["norm"], s.eps)
         s.head(s.head_x[k], out=s.logits[k])
         lost, hit = loss_and_gradient_(
-            recipe.loss,
             s.logits[k],
             teacher,
             teacher_lse,
