@@ -43,7 +43,7 @@ def test_the_fast_path_bounds_the_teacher_as_the_readable_one_does():
             settings = training.Train(steps=2, dtype="float32", path=path)
             objective = Objective(drafter, head, settings, softcap)
             drafter.zero_grad()
-            total, _, hits = objective(objective.prepare(rows, 2, False)[0], scale)
+            total, _, hits = objective(objective.prepare(rows, False)[0], scale)
             total.backward()
             gradient = drafter.fc.weight.grad.clone()
             found[path, softcap] = (total.detach(), gradient, hits.float())
