@@ -63,6 +63,7 @@ test-slurm: $(VENV)/ready-test
 	EAGLEMAKE_SLURM=1 python -m pytest -q tests/test_slurm.py
 
 lint: $(VENV)/ready-test
+	ruff format --check workflow tests benchmarks
 	ruff check workflow tests benchmarks
 	PYTHONPATH=workflow lint-imports
 	snakefmt --check Snakefile workflow/rules
