@@ -3,6 +3,7 @@
 Alone: python -m pytest tests/test_docs.py
 """
 
+import ast
 import copy
 import re
 import subprocess
@@ -25,6 +26,7 @@ GUIDES = [
         "tutorial.md",
         "build.md",
         "cluster.md",
+        "troubleshooting.md",
     )
 ] + sorted((DOCS / "guides").glob("*.md"))
 BLOCK = re.compile(
@@ -138,3 +140,18 @@ def test_architecture_md_lists_the_rooms_and_what_each_stage_uses():
         for name, stage in stages.items()
     }
     assert {name: text.split(", ") for name, text in shown.items()} == listed
+
+
+def test_messages_that_troubleshooting_explains_are_those_of_the_code():
+    said = []
+    for path in (ROOT / "workflow").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (getattr(part, "value", None) for part in node.values)
+                said.append("".join(part if isinstance(part, str) else "\0" for part in parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                said.append(node.value)
+    page = (DOCS / "troubleshooting.md").read_text()
+    messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    assert len(messages) > 30
+    assert not [piece for piece in messages if not any(piece in text for text in said)]
